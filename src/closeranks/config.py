@@ -1,0 +1,118 @@
+"""Settings of a run, typed, with their defaults and why. No I/O.
+
+Flags are few and stable; what a component needs lives in its dataclass here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["BudgetConfig", "Entrypoint", "HangConfig", "LogConfig", "RunConfig", "StdStreams"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entrypoint:
+    """What each rank runs. ``kind`` is "script", "module" or "command" (``--no-python``)."""
+
+    kind: str
+    target: str
+    args: tuple[str, ...] = ()
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        return (self.target, *self.args)
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetConfig:
+    """When restarting stops being worth it. The budget is the job's, not an agent's.
+
+    ``max_restarts``: in total; None = the user set no flag, so ``default_max_restarts`` holds.
+    ``max_restarts_per_window`` in ``window_s`` bounds flapping; an explicit ``--max-restarts`` is the user's
+    own bound and switches the rate off. ``no_progress_generations``: stop after so many generations in a row
+    without a newer step.
+    """
+
+    max_restarts: int | None = None
+    default_max_restarts: int = 1000
+    max_restarts_per_window: int = 300
+    window_s: float = 600.0
+    no_progress_generations: int = 3
+    # Instant where the last generation made progress: back-off is for what fails again at once.
+    backoff_first_s: float = 0.5
+    backoff_factor: float = 2.0
+    backoff_max_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class HangConfig:
+    """Thresholds of hang detection; times in seconds of observed (not wall) time.
+
+    Suspicion: no sign of life for max(``suspect_floor_s``, ``suspect_factor`` x p99 of that phase).
+    ``hang_timeout_s`` is when a job without proof is given up: 1,800 s, torch's own default for a process
+    group (torch/distributed/constants.py, default_pg_timeout), so never sooner than torch itself would.
+    """
+
+    enabled: bool = True
+    suspect_floor_s: float = 1.0
+    suspect_factor: float = 10.0
+    startup_suspect_s: float = 30.0  # before the first step everything is slow: compile, data index, download
+    hang_timeout_s: float = 1800.0
+    sample_interval_s: float = 0.025
+    init_stall_s: float = 10.0  # all ranks inside init_process_group and nothing moves
+
+
+@dataclass(frozen=True, slots=True)
+class StdStreams:
+    """Which of stdout (1) and stderr (2) a flag covers, per local rank: torchrun's ``0|1|2|3|0:1,1:2``."""
+
+    default: int = 0
+    by_local_rank: dict[int, int] = field(default_factory=dict)
+
+    def mask(self, local_rank: int) -> int:
+        if self.by_local_rank:
+            return self.by_local_rank.get(local_rank, 0)
+        return self.default
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    """Where output goes. Files are always written; ``redirects`` keeps a stream off the console."""
+
+    redirects: StdStreams = field(default_factory=StdStreams)
+    tee: StdStreams = field(default_factory=StdStreams)
+    console_ranks: frozenset[int] | None = None  # --local-ranks-filter; None = all
+    stdout_filters: tuple[str, ...] = ()  # --duplicate-stdout-filters
+    stderr_filters: tuple[str, ...] = ()
+    # Per rank, stream and generation: the first bytes are kept, then the newest ones, in this much together.
+    max_file_bytes: int = 256 * 1024 * 1024
+    console_buffer_bytes: int = 8 * 1024 * 1024
+    prefix_template: str | None = None  # TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """Everything ``closeranks run`` needs; made by cli.run from flags and environment."""
+
+    entrypoint: Entrypoint
+    nproc_per_node: str = "1"  # a number, or auto, cpu, gpu, xpu: resolved where torch is
+    run_id: str = "none"  # --rdzv-id, as scripts see it in TORCHELASTIC_RUN_ID
+    role: str = "default"
+    master_addr: str = "127.0.0.1"
+    master_port: int | None = None
+    local_addr: str | None = None
+    runs_dir: str = "closeranks-runs"
+    job_name: str | None = None
+    zygote: bool = True
+    preload: tuple[str, ...] = ()
+    signals_to_handle: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+    shutdown_timeout_s: float = 30.0
+    numa_binding: str | None = None
+    virtual_local_rank: bool = False
+    event_log_handler: str = "null"
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    hang: HangConfig = field(default_factory=HangConfig)
+    logs: LogConfig = field(default_factory=LogConfig)
+    inject: tuple[str, ...] = ()  # fault specs, see closeranks.faults
+    notices: tuple[str, ...] = ()  # flags that were taken and have no effect here, one sentence each
+    quiet: bool = False

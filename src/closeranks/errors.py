@@ -1,0 +1,70 @@
+"""Every error closeranks raises, as one tree.
+
+CloseranksError
+├── UsageError            the command line is off; exit 2
+├── ConfigError           a setting or file makes the run impossible; exit 2
+├── RunNotFound           no run directory, or no running job, under that name; exit 2
+├── JournalError          the journal can't be opened or read
+├── ProtocolError         a peer spoke out of turn, too long, or for another generation
+├── ZygoteError           the zygote died or can't be used
+└── EvidenceError         an incident directory can't be read
+
+Each message says what happened, where, and what to do next.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CloseranksError",
+    "ConfigError",
+    "EvidenceError",
+    "JournalError",
+    "ProtocolError",
+    "RunNotFound",
+    "UsageError",
+    "ZygoteError",
+]
+
+
+class CloseranksError(Exception):
+    """Base of all errors that closeranks raises on purpose."""
+
+    exit_code = 1
+
+
+class UsageError(CloseranksError):
+    """The command line is wrong; the message names the fix."""
+
+    exit_code = 2
+
+
+class ConfigError(CloseranksError):
+    """A setting, file or limit of this machine makes the run impossible."""
+
+    exit_code = 2
+
+
+class RunNotFound(CloseranksError):
+    """No run directory, or no live job, answers to that name."""
+
+    exit_code = 2
+
+
+class JournalError(CloseranksError):
+    """The journal can't be opened, or isn't one."""
+
+    exit_code = 2
+
+
+class ProtocolError(CloseranksError):
+    """A message was malformed, oversized, or fenced off by its generation."""
+
+
+class ZygoteError(CloseranksError):
+    """The zygote is gone or was found unsafe to fork from."""
+
+
+class EvidenceError(CloseranksError):
+    """An incident directory is missing or unreadable."""
+
+    exit_code = 2
