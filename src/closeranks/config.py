@@ -105,10 +105,11 @@ class RunConfig:
     job_name: str | None = None
     zygote: bool = True
     preload: tuple[str, ...] = ()
-    signals_to_handle: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+    signals_to_handle: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
     shutdown_timeout_s: float = 30.0
     numa_binding: str | None = None
     virtual_local_rank: bool = False
+    python: str | None = None  # PYTHON_EXEC: the ranks' interpreter; None = the one that runs closeranks
     event_log_handler: str = "null"
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     hang: HangConfig = field(default_factory=HangConfig)

@@ -66,7 +66,11 @@ class ThreadFacts:
 
 @dataclass(frozen=True, slots=True)
 class ProcessFacts:
-    """/proc of one rank. ``state`` is the main thread's letter (R S D T t Z); CPU, I/O: with children."""
+    """/proc of one rank. ``state`` is the main thread's letter (R S D T t Z); CPU, I/O: with children.
+
+    ``threads`` begins with the main one. ``child_waits``: the distinct waits of all threads of all living
+    descendants; read only where every thread of the rank itself is blocked, as they tell nothing otherwise.
+    """
 
     state: str
     tracer_pid: int
@@ -75,6 +79,7 @@ class ProcessFacts:
     rss_bytes: int
     threads: tuple[ThreadFacts, ...] = ()
     children: int = 0
+    child_waits: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ __all__ = [
     "STEP",
     "STEPS_OFFSET",
     "STEP_SLOTS",
+    "SETUP_COLLECTIVES",
     "STRING",
     "STRINGS_BYTES",
     "STRINGS_OFFSET",
@@ -77,6 +78,9 @@ class Field(IntEnum):
     DESYNC = 152  # 0, or 1 + the neighbour whose record differs
     DESYNC_SEQ = 160
     INIT_DONE = 168  # 1 after init_process_group returned
+    # Newest collective of the default group: times the group was made << 56 | how many since << 24 | its
+    # place in the ring. One word, so that a neighbour never sees a half-new one.
+    WORLD_HEAD = 176
     USER_PHASE = 192  # 32 bytes, UTF-8, zero-padded: closeranks.phase("...")
 
 
@@ -93,6 +97,7 @@ STRINGS_BYTES = PAGE_BYTES - STRINGS_OFFSET
 STRING = struct.Struct("<IHH")  # key, kind, length
 STRING_FILE = 1  # text: a source path
 STRING_GROUP = 2  # text: "name|0,1,2": group name and its global ranks
+SETUP_COLLECTIVES = 8
 WORLD_GROUP = 0  # the group key of the default process group
 
 assert STEPS_OFFSET + STEP.size * STEP_SLOTS <= COLLECTIVES_OFFSET
@@ -188,10 +193,19 @@ class Page:
     steps: tuple[Step, ...] = ()
     collectives: tuple[Collective, ...] = ()
     groups: dict[int, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    rings: bool = False  # steps, collectives and groups were read; empty then means that there are none
 
     @property
     def phase_name(self) -> str:
         return self.user_phase if self.phase is Phase.USER and self.user_phase else self.phase.name.lower()
+
+    @property
+    def progress_steps(self) -> int:
+        """Steps for judging progress: the optimizer's, or of a script without one, its collectives.
+
+        The first ``SETUP_COLLECTIVES`` on the default group belong to set-up (DDP's checks and broadcasts).
+        """
+        return self.step if self.step else max(0, self.world_seq - SETUP_COLLECTIVES)
 
     def last(self, group: int | None = None) -> Collective | None:
         """The newest collective (of one group, or of any)."""
@@ -281,4 +295,5 @@ def read_page(view: memoryview, *, rings: bool = True) -> Page | None:
         steps=tuple(steps),
         collectives=tuple(collectives),
         groups=groups,
+        rings=rings,
     )

@@ -1,0 +1,77 @@
+"""What the person at the terminal sees of the agent: short lines and one screen an incident, on stderr.
+
+Everything goes through the log pump, so that our lines and the ranks' never tear each other.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from closeranks.diagnose import codec, screen
+from closeranks.events import Finish
+from closeranks.evidence import Evidence, Verdict
+
+__all__ = ["Console"]
+
+_COLOURS = {"warning": "\x1b[33m", "error": "\x1b[31m", "info": "\x1b[36m"}
+
+
+class Console:
+    """Says things. ``write`` takes bytes; ``quiet`` leaves warnings, errors and incidents."""
+
+    def __init__(self, write: Callable[[bytes], None], *, quiet: bool, runs_hint: str) -> None:
+        self._write = write
+        self._quiet = quiet
+        self._runs_hint = runs_hint
+        self._colour = os.isatty(2) and not os.environ.get("NO_COLOR")
+        encoding = (sys.stderr.encoding or "ascii").lower()
+        self._unicode = encoding.startswith("utf")
+
+    def tell(self, level: str, text: str) -> None:
+        """One line; ``level`` is info, warning or error."""
+        if level == "info" and self._quiet:
+            return
+        mark = "" if level == "info" else f"{level}: "
+        head = f"{_COLOURS.get(level, '')}closeranks:\x1b[0m" if self._colour else "closeranks:"
+        self._write(f"{head} {mark}{text}\n".encode("utf-8", "replace"))
+
+    def incident(
+        self, evidence: Evidence, verdict: Verdict, directory: Path, *, next_generation: int | None
+    ) -> None:
+        """The incident's screen."""
+        width = shutil.get_terminal_size((100, 24)).columns if self._colour else 100
+        text = screen.render(
+            evidence,
+            verdict,
+            width=max(60, min(width, 120)),
+            colour=self._colour,
+            next_step=f"generation {next_generation}" if next_generation is not None else "the job stops",
+            run_hint=str(directory),
+        )
+        if not self._unicode:
+            text = screen.to_ascii(text)
+        self._write((text.rstrip("\n") + "\n").encode("utf-8", "replace"))
+
+    def public(self, verdict: Verdict) -> dict[str, Any]:
+        """The verdict as other tools read it."""
+        return codec.public_verdict(verdict)
+
+    def finished(self, finish: Finish | None, elapsed_s: float, incidents: int, run_dir: Path) -> None:
+        """The last line: how it ended, and where to read about it."""
+        if finish is None:
+            return
+        level = "info" if finish.exit_code == 0 else "error"
+        times = f"{incidents} incident{'s' if incidents != 1 else ''}"
+        hint = f" · closeranks report {run_dir.name}" if incidents or finish.exit_code else ""
+        self.tell(level, f"{finish.reason} · {elapsed_s:.1f} s · {times}{hint}")
+
+    def internal_error(self, error: BaseException) -> None:
+        """A bug of ours: the traceback goes to the user, who is asked to report it."""
+        lines = "".join(traceback.format_exception(error))
+        self.tell("error", f"this is a bug in closeranks, please report it:\n{lines}")

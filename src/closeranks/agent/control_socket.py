@@ -1,0 +1,87 @@
+"""How other commands of the same user talk to a running job: a Unix socket, one JSON line each way.
+
+The peer's user id comes from the kernel (SO_PEERCRED), not from the peer. The path is short, because a Unix
+socket's may have 107 bytes, and is written into the run directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import struct
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from closeranks.errors import UsageError
+from closeranks.faults import parse_spec
+
+if TYPE_CHECKING:
+    from closeranks.agent.supervisor import Supervisor
+
+__all__ = ["CONTROL_FILE", "ControlSocket"]
+
+CONTROL_FILE = "control.json"
+_MAX_LINE_BYTES = 65536
+_REQUEST_TIMEOUT_S = 5.0
+_UCRED = struct.Struct("3i")
+
+
+class ControlSocket:
+    """``async with``: open while the job runs."""
+
+    def __init__(self, run_dir: Path, supervisor: Supervisor) -> None:
+        self._run_dir = run_dir
+        self._supervisor = supervisor
+        self._directory: Path | None = None
+        self._server: asyncio.Server | None = None
+
+    async def __aenter__(self) -> ControlSocket:
+        self._directory = Path(tempfile.mkdtemp(prefix="closeranks-", dir=tempfile.gettempdir()))
+        path = self._directory / "control"
+        self._server = await asyncio.start_unix_server(self._serve, path, limit=_MAX_LINE_BYTES)
+        path.chmod(0o600)
+        with contextlib.suppress(OSError):
+            (self._run_dir / CONTROL_FILE).write_text(json.dumps({"socket": str(path), "pid": os.getpid()}))
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        assert self._server is not None and self._directory is not None
+        self._server.close()
+        with contextlib.suppress(OSError):
+            (self._run_dir / CONTROL_FILE).unlink(missing_ok=True)
+            (self._directory / "control").unlink(missing_ok=True)
+            self._directory.rmdir()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            reply = self._answer(writer, await asyncio.wait_for(reader.readline(), _REQUEST_TIMEOUT_S))
+            writer.write(json.dumps(reply).encode() + b"\n")
+            await writer.drain()
+        except (TimeoutError, ValueError, OSError):
+            pass  # a peer that sends too much, too slowly, or leaves: nothing is owed to it
+        finally:
+            writer.close()
+
+    def _answer(self, writer: asyncio.StreamWriter, line: bytes) -> dict[str, Any]:
+        sock = writer.get_extra_info("socket")
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        _, uid, _ = _UCRED.unpack(credentials)
+        if uid not in (os.getuid(), 0):
+            return {"ok": False, "error": "this job belongs to another user"}
+        try:
+            request = json.loads(line)
+            kind = request["type"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return {"ok": False, "error": "not a request"}
+        if kind == "status":
+            return {"ok": True, **self._supervisor.status()}
+        if kind == "inject":
+            try:
+                return self._supervisor.faults.inject(parse_spec(str(request.get("spec", ""))))
+            except UsageError as error:
+                return {"ok": False, "error": str(error)}
+        return {"ok": False, "error": f"unknown request {kind!r}"}

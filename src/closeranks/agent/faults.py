@@ -1,0 +1,148 @@
+"""Injected faults on their way to where they happen: inside a rank at a step, or from outside at a time.
+
+Each fires once in the job's life: a worker marks its page before it acts, so that the mark survives the act,
+and the next generation isn't given the fault again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from closeranks.agent.world import Rank, World
+from closeranks.controller.job import JobController
+from closeranks.faults import MAX_FAULTS, FaultSpec, carried_out_by_worker, format_spec, parse_spec
+
+__all__ = ["FaultDelivery"]
+
+_FROM_OUTSIDE = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+
+
+class _Owner(Protocol):
+    """What this needs of the supervisor."""
+
+    controller: JobController
+    world: World | None
+
+
+@dataclass(slots=True)
+class _Fault:
+    number: int
+    spec: FaultSpec
+    rank: int
+    fired: bool = False
+
+
+class FaultDelivery:
+    """The job's injected faults. Up to 64: each has one bit in the progress page."""
+
+    def __init__(self, specs: Sequence[str], world_size: int, owner: _Owner) -> None:
+        self._owner = owner
+        self._world_size = world_size
+        self._faults: list[_Fault] = []
+        self._timers: list[asyncio.TimerHandle] = []
+        for text in specs:
+            self._plan(parse_spec(text))
+
+    def _plan(self, spec: FaultSpec) -> _Fault:
+        rank = spec.rank if spec.rank is not None else random.randrange(self._world_size)
+        fault = _Fault(len(self._faults), spec, min(rank, self._world_size - 1))
+        self._faults.append(fault)
+        return fault
+
+    def orders(self, generation: int, rank: int) -> list[dict[str, Any]]:
+        """What goes into a rank's ``go`` message: faults that it carries out itself."""
+        return [
+            {"id": fault.number, "spec": format_spec(fault.spec)}
+            for fault in self._faults
+            if fault.rank == rank
+            and not fault.fired
+            and carried_out_by_worker(fault.spec)
+            and _due(fault, generation)
+        ]
+
+    def begin(self, world: World) -> None:
+        """A generation runs: start the clocks of what is due in it."""
+        self._cancel()
+        for fault in self._faults:
+            if not fault.fired and not carried_out_by_worker(fault.spec) and _due(fault, world.generation):
+                self._timers.append(
+                    asyncio.get_running_loop().call_later(fault.spec.after_s or 0.0, self._act, fault)
+                )
+
+    def inject(self, spec: FaultSpec) -> dict[str, Any]:
+        """Arm a fault in the running job. Returns what was done, for whoever asked."""
+        world = self._owner.world
+        if world is None or not world.alive():
+            return {"ok": False, "error": "no rank runs at the moment; try again once the job has started"}
+        if len(self._faults) >= MAX_FAULTS:
+            return {
+                "ok": False,
+                "error": f"{MAX_FAULTS} faults were injected already; that is the limit of a run",
+            }
+        if spec.rank is not None and spec.rank >= self._world_size:
+            return {
+                "ok": False,
+                "error": f"there is no rank {spec.rank}: ranks are 0 to {self._world_size - 1}",
+            }
+        fault = self._plan(spec)
+        if carried_out_by_worker(fault.spec):
+            rank = world.ranks[fault.rank]
+            if not rank.say({"type": "fault", "id": fault.number, "spec": format_spec(spec)}):
+                return {"ok": False, "error": f"rank {fault.rank} doesn't take requests at the moment"}
+        else:
+            timer = asyncio.get_running_loop().call_later(spec.after_s or 0.0, self._act, fault)
+            self._timers.append(timer)
+        return {"ok": True, "rank": fault.rank, "generation": world.generation, "spec": format_spec(spec)}
+
+    def _act(self, fault: _Fault) -> None:
+        world = self._owner.world
+        if fault.fired or world is None:
+            return
+        fault.fired = True
+        self._note(world.generation, fault, None)
+        if fault.spec.kind == "agent-kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        world.ranks[fault.rank].send_signal(_FROM_OUTSIDE[fault.spec.kind])
+
+    def fired(self, world: World, rank: Rank, message: dict[str, Any]) -> None:
+        """A rank says that it is about to carry out a fault."""
+        number = message.get("id")
+        if isinstance(number, int) and 0 <= number < len(self._faults):
+            fault = self._faults[number]
+            if not fault.fired:
+                fault.fired = True
+                self._note(world.generation, fault, message.get("step"))
+            if fault.spec.kind == "agent-kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def collect(self, world: World) -> None:
+        """Read from the pages which faults have fired: a rank may be dead before its message is heard."""
+        for rank in world.ranks:
+            page = world.page(rank, rings=False)
+            for fault in self._faults:
+                if page is not None and page.faults_fired >> fault.number & 1 and not fault.fired:
+                    fault.fired = True
+                    self._note(world.generation, fault, page.step)
+
+    def _note(self, generation: int, fault: _Fault, step: Any) -> None:
+        data = {"spec": format_spec(fault.spec), "rank": fault.rank, "generation": generation, "step": step}
+        self._owner.controller.note("fault_injected", data, generation=generation)
+
+    def _cancel(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        self._timers = []
+
+    def close(self) -> None:
+        """Stop the clocks."""
+        self._cancel()
+
+
+def _due(fault: _Fault, generation: int) -> bool:
+    return fault.spec.generation is None or fault.spec.generation == generation

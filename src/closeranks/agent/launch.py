@@ -1,0 +1,162 @@
+"""From settings to a running job: the run directory, the guard, the agent in its own process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from closeranks import __version__
+from closeranks.agent import guard
+from closeranks.config import RunConfig
+from closeranks.errors import CloseranksError, ConfigError
+from closeranks.events import RunExit
+
+__all__ = ["launch", "resolve_world_size"]
+
+_ACCELERATOR_NODES = (
+    "/dev/nvidia0",
+    "/dev/nvidiactl",
+    "/dev/kfd",
+    "/dev/accel",
+    "/dev/dri/renderD128",
+    "/dev/davinci0",
+)
+_ASK_TORCH_TIMEOUT_S = 120.0
+_ASK_TORCH = """
+import sys, torch
+kind = sys.argv[1]
+if kind == "auto":
+    print(torch.accelerator.device_count() if torch.accelerator.is_available() else torch._utils.cpu_count())
+else:
+    device = torch.cuda if kind == "gpu" else getattr(torch, kind)
+    print(device.device_count() if device.is_available() else 0)
+"""
+
+
+def resolve_world_size(text: str, interpreter: str | None = None) -> int:
+    """How many ranks ``--nproc-per-node`` means: a number, cpu, gpu, xpu or auto (torchrun's rules).
+
+    Asks torch, in a process of its own, only where an accelerator might be. Raises ConfigError.
+    """
+    if text.isdigit():
+        return int(text)
+    cpus = len(os.sched_getaffinity(0))
+    has_nodes = any(Path(node).exists() for node in _ACCELERATOR_NODES)
+    if text == "cpu" or (text == "auto" and not has_nodes):
+        return cpus
+    try:
+        asked = subprocess.run(
+            [interpreter or sys.executable, "-c", _ASK_TORCH, text],
+            capture_output=True,
+            text=True,
+            timeout=_ASK_TORCH_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"can't ask torch how many devices there are: {error}; give a number") from error
+    if asked.returncode != 0 or not asked.stdout.strip().isdigit():
+        reason = (asked.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise ConfigError(f"can't ask torch how many devices there are: {reason}; give a number")
+    count = int(asked.stdout)
+    if count == 0:
+        raise ConfigError(f"--nproc-per-node {text}: torch sees no such device here; give a number, or cpu")
+    return count
+
+
+def _store_dir(job_id: str) -> Path:
+    """A private directory for the generations' stores: on tmpfs, else where temporary files go."""
+    for base in ("/dev/shm", os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir()):
+        if not base or not os.access(base, os.W_OK):
+            continue
+        with contextlib.suppress(OSError):
+            return Path(tempfile.mkdtemp(prefix=f"closeranks-{job_id[-24:]}-", dir=base))
+    raise ConfigError(f"no place for the ranks to meet: can't write to /dev/shm nor {tempfile.gettempdir()}")
+
+
+def launch(config: RunConfig) -> int:
+    """Run the job to its end; returns the exit code of ``closeranks run``."""
+    world_size = resolve_world_size(config.nproc_per_node, config.python)
+    from closeranks.controller.runs import create_run_dir
+
+    run_dir = create_run_dir(Path(config.runs_dir), config.job_name or Path(config.entrypoint.target).stem)
+    return guard.supervise(lambda guard_pid: _agent(config, run_dir.absolute(), world_size, guard_pid))
+
+
+def _agent(config: RunConfig, run_dir: Path, world_size: int, guard_pid: int) -> int:
+    """The agent's process, from fork to exit code."""
+    from closeranks import linux
+
+    linux.become_subreaper()
+    try:
+        return asyncio.run(_run(config, run_dir, world_size, guard_pid))
+    except CloseranksError as error:
+        sys.stderr.write(f"closeranks: error: {error}\n")
+        return error.exit_code
+
+
+async def _run(config: RunConfig, run_dir: Path, world_size: int, guard_pid: int) -> int:
+    from closeranks.agent.console import Console
+    from closeranks.agent.control_socket import ControlSocket
+    from closeranks.agent.logs import LogPump
+    from closeranks.agent.supervisor import Supervisor
+    from closeranks.controller.job import JobController
+    from closeranks.controller.journal import Journal
+
+    began = time.monotonic()
+    journal = Journal.create(run_dir / "journal.db")
+    controller = JobController(journal, config.budget)
+    node = socket.gethostname()
+    controller.note(
+        "run_started",
+        {
+            "argv": list(config.entrypoint.argv),
+            "entrypoint": asdict(config.entrypoint),
+            "world_size": world_size,
+            "node": node,
+            "pid": os.getpid(),
+            "version": __version__,
+        },
+    )
+    pump = LogPump.start(config.logs, role=config.role)
+    console = Console(pump.say, quiet=config.quiet, runs_hint=str(run_dir))
+    store_dir = _store_dir(run_dir.name)
+    supervisor = Supervisor(
+        config,
+        run_dir=run_dir,
+        store_dir=store_dir,
+        world_size=world_size,
+        controller=controller,
+        pump=pump,
+        console=console,
+        guard_pid=guard_pid,
+        node=node,
+    )
+    for notice in config.notices:
+        console.tell("info", notice)
+    console.tell("info", f"{run_dir.name} · {world_size} rank(s) on {node} · {_shown(run_dir)}")
+    code = RunExit.INTERNAL
+    try:
+        async with ControlSocket(run_dir, supervisor):
+            code = await supervisor.run()
+            console.finished(supervisor.finish, time.monotonic() - began, supervisor.incidents.count, run_dir)
+    finally:
+        pump.close(timeout_s=5.0)
+        journal.close()
+        shutil.rmtree(store_dir, ignore_errors=True)
+    return code
+
+
+def _shown(path: Path) -> str:
+    """A path as short as it can be told."""
+    with contextlib.suppress(ValueError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)

@@ -1,0 +1,264 @@
+"""Ranks in different collectives: the first sequence number at which they differ, and who is in error there.
+
+After a skipped collective everything that follows differs too, so only the first difference counts. With
+three ranks or more the minority is wrong; with two, or in a tie, each rank is held against its own past.
+A rank may pass a sequence number without a record of it: DDP and compiled code issue collectives from C++,
+where no hook sees them. Such a silence is compared like a record, and judged by whether it is as usual.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from closeranks.diagnose.deaths import Fallen, Role
+from closeranks.diagnose.desync_words import Clash, to_finding
+from closeranks.diagnose.history import Conduct, History, Judgement
+from closeranks.diagnose.verdicts import Finding
+from closeranks.diagnose.view import View
+from closeranks.progress import COLLECTIVE_SLOTS, WORLD_GROUP, Collective
+
+__all__ = ["Desync", "find_desync"]
+
+# Their sizes and types must agree. all_to_all, gather, scatter and lists of tensors may differ in size.
+_SAME_SHAPE = frozenset(
+    {
+        "all_reduce",
+        "broadcast",
+        "reduce",
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+        "all_reduce_coalesced",
+    }
+)
+_BYTES = {
+    "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
+    "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1, "float8_e5m2": 1,
+}  # fmt: skip
+_MAX_JUDGED = 12  # faint differences looked into per group; a script that has more of them has them by habit
+
+
+@dataclass(frozen=True, slots=True)
+class Desync:
+    """``hard``: the collectives can't be one. Otherwise they may only be of different steps or lines, or
+    unseen, and the culprit's own past has to speak. ``finding.ranks`` is empty where neither side can be
+    blamed."""
+
+    finding: Finding
+    hard: bool
+
+    @property
+    def decided(self) -> bool:
+        return bool(self.finding.ranks)
+
+
+@dataclass(slots=True)
+class _Scan:
+    """One group under comparison."""
+
+    view: View
+    group: int
+    rings: Mapping[int, Mapping[int, Collective]]
+    first: dict[int, int]  # by rank: the lowest sequence number that its ring still speaks for
+    passed: dict[int, int]  # and the highest it has issued, seen or unseen
+    proved: frozenset[int]  # sequence numbers at which a worker has seen the mismatch itself
+    fallen: Fallen
+    offsets: dict[int, int] = field(default_factory=dict)  # steps that a rank is ahead by habit
+    habits: set[tuple[object, ...]] = field(default_factory=set)
+    histories: dict[int, History] = field(default_factory=dict)
+
+    def history(self, rank: int) -> History:
+        if rank not in self.histories:
+            self.histories[rank] = History(self.view.pages[rank])
+        return self.histories[rank]
+
+    def judge(self, rank: int, seq: int) -> Judgement:
+        index = self.history(rank).index_of(self.group, seq)
+        if index is None:
+            return self.history(rank).judge_silence(self.group, seq)
+        return self.history(rank).judge(index)
+
+
+def find_desync(view: View, fallen: Fallen) -> Desync | None:
+    """The earliest mismatch over all groups; None if every common sequence number agrees."""
+    found = [d for group in view.groups() if (d := _first_difference(view, group, fallen)) is not None]
+    if not found:
+        return None
+    never = 1 << 63
+    return min(found, key=lambda d: (not d.decided, d.finding.onset_ns or never))
+
+
+def _first_difference(view: View, group: int, fallen: Fallen) -> Desync | None:
+    scan = _prepare(view, group, fallen)
+    if scan is None:
+        return None
+    judged = 0
+    for seq in sorted({s for ring in scan.rings.values() for s in ring}):
+        present: dict[int, Collective | None] = {
+            rank: scan.rings[rank].get(seq)
+            for rank in scan.rings
+            if scan.first[rank] <= seq <= scan.passed[rank]
+        }
+        if len(present) < 2:
+            continue
+        hard = len({_shape(record) for record in present.values() if record is not None}) > 1
+        if not hard and _same(scan, present):
+            continue
+        if not hard:
+            key = tuple(sorted((r, c.file, c.line) if c else (r, "", -1) for r, c in present.items()))
+            if key in scan.habits or judged >= _MAX_JUDGED:
+                _get_used_to(scan, present)
+                continue
+            judged += 1
+            scan.habits.add(key)
+        desync = _decide(scan, seq, present, hard)
+        if desync is not None:
+            return desync
+        _get_used_to(scan, present)
+    return None
+
+
+def _prepare(view: View, group: int, fallen: Fallen) -> _Scan | None:
+    members = [rank for rank in view.members(group) if rank in view.pages]
+    rings = {rank: view.rings[rank].get(group, {}) for rank in members}
+    if sum(1 for ring in rings.values() if ring) < 1 or len(rings) < 2:
+        return None
+    first: dict[int, int] = {}
+    for rank, ring in rings.items():
+        wrapped = len(view.pages[rank].collectives) >= COLLECTIVE_SLOTS
+        first[rank] = (min(ring) if ring else 1 << 63) if wrapped else 0
+    pages = view.pages.values()
+    proved = {p.desync_seq for p in pages if p.desync_rank is not None} if group == WORLD_GROUP else set()
+    scan = _Scan(view, group, rings, first, _passed(view, group, rings, fallen), frozenset(proved), fallen)
+    _take_offsets(scan)
+    return scan
+
+
+def _passed(
+    view: View, group: int, rings: Mapping[int, Mapping[int, Collective]], fallen: Fallen
+) -> dict[int, int]:
+    """How far each member has come in the group, counting what no hook saw."""
+    opened = {r: c for r in rings if (c := view.open_record(r)) is not None and c.group == group}
+    passed = {rank: view.passed(rank, group) for rank in rings}
+    if group == WORLD_GROUP and opened and fallen.of(Role.MISMATCH):
+        # A rank that a mismatch killed, or whose peer died of one, was inside a collective. If none of its
+        # own is open, it was one that no hook saw: the one its peers stood in.
+        frontier = min(record.seq for record in opened.values())
+        for death in (*fallen.of(Role.MISMATCH), *fallen.of(Role.VICTIM)):
+            if death.rank in passed and death.rank not in opened:
+                passed[death.rank] = max(passed[death.rank], frontier)
+    return passed
+
+
+def _take_offsets(scan: _Scan) -> None:
+    """Steps by which ranks differ at the oldest common record are how they count, not a fault: unless that
+    is the very first one, where all must be at the start."""
+    common = None
+    for ring in scan.rings.values():
+        if ring:
+            common = set(ring) if common is None else common & set(ring)
+    if not common:
+        return
+    seq = min(common)
+    if any(scan.first[rank] for rank in scan.rings):
+        records = {rank: ring[seq] for rank, ring in scan.rings.items() if seq in ring}
+        usual = Counter(record.step for record in records.values()).most_common(1)[0][0]
+        scan.offsets = {rank: record.step - usual for rank, record in records.items()}
+
+
+def _shape(record: Collective) -> tuple[object, ...]:
+    if record.op not in _SAME_SHAPE or record.dtype == "none":
+        return (record.op,)
+    if record.op == "broadcast":  # it only moves bytes
+        return (record.op, record.numel * _BYTES.get(record.dtype, 1))
+    return (record.op, record.numel, record.dtype)
+
+
+def _mark(scan: _Scan, rank: int, record: Collective | None) -> tuple[object, ...] | None:
+    if record is None:
+        return None
+    step = record.step - scan.offsets.get(rank, 0)
+    return (*_shape(record), record.dtype, record.file, record.line, step)
+
+
+def _same(scan: _Scan, present: Mapping[int, Collective | None]) -> bool:
+    marks = iter(present.items())
+    rank, record = next(marks)
+    first = _mark(scan, rank, record)
+    return all(_mark(scan, rank, record) == first for rank, record in marks)
+
+
+def _get_used_to(scan: _Scan, present: Mapping[int, Collective | None]) -> None:
+    """A difference that turned out to be harmless: from here on these ranks count steps that much apart."""
+    records = {rank: record for rank, record in present.items() if record is not None}
+    if len(records) > 1:
+        usual = Counter(record.step for record in records.values()).most_common(1)[0][0]
+        scan.offsets.update({rank: record.step - usual for rank, record in records.items()})
+
+
+def _is_proved(scan: _Scan, seq: int, present: Mapping[int, Collective | None]) -> bool:
+    """Whether something other than these records says that ranks clashed just here."""
+    if seq in scan.proved:
+        return True
+    clashed = bool(scan.fallen.of(Role.MISMATCH)) or scan.view.evidence.trigger.kind in ("desync", "deadlock")
+    return clashed and all(record is None or not record.done for record in present.values())
+
+
+def _decide(scan: _Scan, seq: int, present: Mapping[int, Collective | None], hard: bool) -> Desync | None:
+    """Who is in error at ``seq``; None if the difference is faint and nobody's past objects to it."""
+    sides: dict[object, list[int]] = {}
+    for rank, record in present.items():
+        mark = (_shape(record) if record is not None else None) if hard else _mark(scan, rank, record)
+        sides.setdefault(mark, []).append(rank)
+    judgements = {rank: scan.judge(rank, seq) for rank in present}
+    deviants = [rank for rank in present if judgements[rank].conduct.deviates]
+    by_past = deviants if len(deviants) < len(present) else []
+    proved = hard or _is_proved(scan, seq, present)
+    largest = max(sides.values(), key=len)
+    majority = len(present) >= 3 and 2 * len(largest) > len(present)
+    minority = [rank for rank in present if rank not in largest]
+    if majority and (proved or set(minority) <= set(by_past)):
+        culprits, confidence = minority, 0.96 if set(minority) <= set(by_past) else 0.92
+    elif by_past:
+        known = all(judgements[r].conduct is Conduct.AS_BEFORE for r in present if r not in by_past)
+        culprits, confidence = by_past, 0.92 if known else 0.8
+    elif proved:
+        culprits, confidence = _by_step_counts(scan, list(present)), 0.75
+    else:
+        return None
+    clash = Clash(
+        group=scan.group,
+        seq=seq,
+        present=dict(present),
+        rings=scan.rings,
+        offsets=scan.offsets,
+        judgements=judgements,
+        culprits=tuple(culprits),
+        confidence=confidence if culprits else 0.5,
+        majority=majority,
+    )
+    return Desync(to_finding(scan.view, clash, scan.fallen), hard or seq in scan.proved)
+
+
+def _by_step_counts(scan: _Scan, ranks: list[int]) -> list[int]:
+    """Collectives per step, unseen ones included: who made another number of them than it always did, in
+    the first step in which the ranks' numbers differ?"""
+    counts: dict[int, dict[int, int]] = {}
+    for rank in ranks:
+        steps = scan.view.pages[rank].steps
+        counts[rank] = {
+            after.step: after.world_seq - before.world_seq
+            for before, after in pairwise(steps)
+            if after.step == before.step + 1
+        }
+    for step in sorted(set.intersection(*(set(c) for c in counts.values()))):
+        if len({c[step] for c in counts.values()}) > 1:
+            odd = [
+                rank for rank in ranks
+                if len(counts[rank]) >= 3
+                and counts[rank][step] != Counter(counts[rank].values()).most_common(1)[0][0]
+            ]  # fmt: skip
+            return odd if len(odd) < len(ranks) else []
+    return []

@@ -1,0 +1,56 @@
+"""The few Linux calls Python has no binding for: prctl, and the process title. No torch, no state."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+__all__ = ["STACK_SIGNAL", "become_subreaper", "die_with_parent", "set_title"]
+
+# include/uapi/linux/prctl.h
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+
+# A real-time signal that nothing in the field uses; the agent asks ranks for their Python stacks with it.
+STACK_SIGNAL = signal.SIGRTMIN + 9
+
+
+def _prctl(option: int, argument: int | bytes) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    value = ctypes.c_char_p(argument) if isinstance(argument, bytes) else ctypes.c_ulong(argument)
+    if libc.prctl(option, value, ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+
+
+def die_with_parent(sig: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process ``sig`` when its parent ends. Cleared by fork, kept by exec."""
+    _prctl(_PR_SET_PDEATHSIG, int(sig))
+
+
+def become_subreaper() -> None:
+    """Adopt every orphan below this process, instead of init."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def set_title(title: str, short: str) -> None:
+    """Show ``title`` as the command line and ``short`` (15 bytes) as the name of this process.
+
+    A forked worker would otherwise look like the zygote in ``ps`` and to ``pkill -f train.py``. The kernel
+    reads the command line from our own memory, between arg_start and arg_end (proc(5), fields 48 and 49 of
+    /proc/PID/stat), so what doesn't fit there is cut. Does nothing where /proc hides the addresses.
+    """
+    _prctl(_PR_SET_NAME, short.encode("utf-8", "replace")[:15])
+    try:
+        stat = Path("/proc/self/stat").read_bytes()
+    except OSError:
+        return
+    fields = stat[stat.rindex(b")") + 2 :].split()
+    start, end = int(fields[45]), int(fields[46])
+    size_bytes = end - start
+    if start == 0 or not 0 < size_bytes <= 1 << 20:
+        return
+    text = b"\0".join(os.fsencode(part) for part in title.split("\0"))[: size_bytes - 1]
+    ctypes.memmove(start, text.ljust(size_bytes, b"\0"), size_bytes)

@@ -1,0 +1,263 @@
+"""From a waiting spare to an unmodified script that runs as ``__main__``.
+
+A spare has the interpreter and torch ready. The agent's one ``go`` message brings what differs between
+ranks and generations: environment, standard streams, progress page, store. What the script then sees is
+what ``python -u script.py`` under torchrun would show it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import mmap
+import os
+import resource
+import socket
+import sys
+import time
+import traceback
+import types
+from dataclasses import dataclass
+from typing import Any
+
+from closeranks import linux, wire
+from closeranks.progress import PAGE_BYTES, Phase
+from closeranks.worker.control import Control
+
+__all__ = ["Order", "exec_command", "run", "wait_for_order"]
+
+_ORDER_FDS = 4  # stdout, stderr, pages, stacks
+
+
+@dataclass(slots=True)
+class Order:
+    """The ``go`` message and what came with it."""
+
+    message: dict[str, Any]
+    stdout_fd: int
+    stderr_fd: int
+    pages_fd: int
+    stacks_fd: int
+    socket: socket.socket
+
+
+def wait_for_order(sock: socket.socket) -> Order | None:
+    """Say hello and wait for ``go``; None if the agent closes the line: this spare isn't needed."""
+    wire.send(sock, {"type": "hello", "pid": os.getpid()})
+    received = wire.receive(sock)
+    if received is None:
+        return None
+    message, fds = received
+    if message["type"] != "go" or len(fds) != _ORDER_FDS:
+        return None
+    return Order(message, *fds, socket=sock)
+
+
+def _out_of_the_way(fd: int) -> int:
+    """Move ``fd`` near the top of the table, where a script's own files won't land, and close the original.
+
+    A script that closes its descriptors and opens others must not find them to be our channel.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ceiling = min(soft, 4096) if soft > 0 else 4096
+    try:
+        high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(3, ceiling - 24))
+    except OSError:
+        return fd
+    os.close(fd)
+    return high
+
+
+def _take_streams(order: Order) -> None:
+    os.dup2(order.stdout_fd, 1)
+    os.dup2(order.stderr_fd, 2)
+    os.close(order.stdout_fd)
+    os.close(order.stderr_fd)
+
+
+def _reseed() -> None:
+    """Give each rank its own entropy where a fresh interpreter would have it; torch's seed is constant.
+
+    ``random`` reseeds itself after a fork, numpy's global generator doesn't.
+    """
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+
+
+def _install_stack_dump(fd: int) -> None:
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        faulthandler.register(linux.STACK_SIGNAL, file=fd, all_threads=True, chain=False)
+        faulthandler.enable(file=fd, all_threads=True)
+
+
+def _prepare(order: Order) -> tuple[Control, Any]:
+    """Everything between ``go`` and the script's first line; returns the control line and the page writer."""
+    message = order.message
+    _take_streams(order)
+    os.environ.update(message["env"])
+    for name in message.get("unset", ()):
+        os.environ.pop(name, None)
+    _reseed()
+    high = _out_of_the_way(order.socket.detach())
+    control = Control(socket.socket(fileno=high))
+    stacks_fd = _out_of_the_way(order.stacks_fd)
+    _install_stack_dump(stacks_fd)
+    size_bytes = PAGE_BYTES * int(message["local_world_size"])
+    pages = mmap.mmap(order.pages_fd, size_bytes)
+    os.close(order.pages_fd)
+    from closeranks.worker.page import PageWriter
+
+    writer = PageWriter(
+        pages,
+        int(message["local_rank"]),
+        int(message["local_world_size"]),
+        int(message["rank"]),
+        int(message["generation"]),
+    )
+    writer.set_phase(Phase.START)
+    if "torch.distributed.distributed_c10d" in sys.modules:
+        from closeranks.worker import hooks, store
+
+        hooks.install(writer, control, message.get("faults", []))
+        if message.get("store"):
+            store.register(message["store"])
+        if message.get("numa_binding"):
+            _bind_numa(message["numa_binding"], int(message["local_rank"]))
+    return control, writer
+
+
+def _bind_numa(mode: str, local_rank: int) -> None:
+    """Bind this process near its GPU with torch's own policy; says so on stderr where torch can't."""
+    from torch.numa import binding
+
+    try:
+        binding._maybe_apply_numa_binding_to_current_process(
+            gpu_index=local_rank, numa_options=binding.NumaOptions(affinity_mode=binding.AffinityMode(mode))
+        )
+    except (AttributeError, TypeError, RuntimeError, OSError, ValueError, AssertionError) as error:
+        sys.stderr.write(f"closeranks: --numa-binding {mode} has no effect here: {error}\n")
+
+
+def _fresh_main(file: str | None) -> types.ModuleType:
+    """A new ``__main__``, as ``python`` makes it: pickles, spawn and ``__main__`` guards depend on it."""
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__builtins__=sys.modules["builtins"], __annotations__={})
+    if file is not None:
+        from importlib.machinery import SourceFileLoader
+
+        module.__file__ = file
+        module.__loader__ = SourceFileLoader("__main__", file)
+        module.__dict__["__cached__"] = None
+    sys.modules["__main__"] = module
+    return module
+
+
+def _run_script(target: str) -> None:
+    path = os.path.abspath(target)  # noqa: PTH100 - as CPython does: no symlink is resolved here
+    if os.path.isdir(path):  # noqa: PTH112
+        import runpy
+
+        sys.path.insert(0, path)
+        _fresh_main(None)
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+        return
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))  # noqa: PTH120
+    main = _fresh_main(path)
+    with open(path, "rb") as file:  # noqa: PTH123
+        source = file.read()
+    exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
+
+
+def _run_module(target: str) -> None:
+    import runpy
+
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.getcwd())  # noqa: PTH109
+    _fresh_main(None)
+    runpy._run_module_as_main(target, alter_argv=True)  # type: ignore[attr-defined]
+
+
+def _script_traceback(error: BaseException) -> types.TracebackType | None:
+    """The traceback without the frames of the launcher below the script's own."""
+    entry = error.__traceback__
+    own = os.path.dirname(__file__)  # noqa: PTH120
+    while entry is not None:
+        file = entry.tb_frame.f_code.co_filename
+        if not file.startswith(own) and not file.startswith("<frozen runpy"):
+            return entry
+        entry = entry.tb_next
+    return error.__traceback__
+
+
+def _place(entry: types.TracebackType | None) -> str:
+    """``file:line`` of the innermost frame of the user's own code, else of the innermost frame."""
+    frames = traceback.extract_tb(entry)
+    library = (f"{os.sep}site-packages{os.sep}", f"{os.sep}lib{os.sep}python", "<frozen ")
+    own = [frame for frame in frames if not any(part in frame.filename for part in library)]
+    chosen = own or frames
+    return f"{chosen[-1].filename}:{chosen[-1].lineno}" if chosen else ""
+
+
+def _report(
+    control: Control, writer: Any, error: BaseException, entry: types.TracebackType | None, raised_ns: int
+) -> None:
+    text = "".join(traceback.format_exception(type(error), error, entry))
+    control.send(
+        {
+            "type": "raised",
+            "error": {
+                "type": f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins."),
+                "message": str(error)[:4096],
+                "place": _place(entry),
+                "step": writer.step,
+                "mono_ns": raised_ns,
+                "traceback": text[-32768:],
+            },
+        }
+    )
+
+
+def exec_command(order: Order) -> None:
+    """Become the command of ``--no-python``. The parent-death signal survives exec; our hooks can't."""
+    entry = order.message["entry"]
+    _take_streams(order)
+    for fd in (order.pages_fd, order.stacks_fd):
+        os.close(fd)
+    environment = {**os.environ, **order.message["env"]}
+    try:
+        os.execvpe(entry["target"], [entry["target"], *entry["args"]], environment)
+    except OSError as error:
+        sys.stderr.write(f"closeranks: can't run {entry['target']}: {error.strerror}\n")
+        sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def run(order: Order) -> None:
+    """Become the rank: run the script to its end. Leaves by SystemExit, like the interpreter would."""
+    message = order.message
+    entry = message["entry"]
+    if entry["kind"] == "command":
+        exec_command(order)
+    argv = [entry["target"], *entry["args"]]
+    shown = ["python", "-u", *(["-m"] if entry["kind"] == "module" else []), *argv]
+    linux.set_title("\0".join(shown), f"rank {message['rank']}")
+    control, writer = _prepare(order)
+    sys.argv = argv
+    try:
+        if entry["kind"] == "module":
+            _run_module(entry["target"])
+        else:
+            _run_script(entry["target"])
+    except SystemExit:
+        raise
+    except BaseException as error:  # as the interpreter's own top level: everything ends here, shown once
+        shown_from = _script_traceback(error)
+        raised_ns = time.monotonic_ns()
+        error.__traceback__ = shown_from
+        sys.excepthook(type(error), error, shown_from)
+        _report(control, writer, error, shown_from, raised_ns)
+        writer.set_phase(Phase.EXIT)
+        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+    writer.set_phase(Phase.EXIT)

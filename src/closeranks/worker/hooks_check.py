@@ -1,0 +1,186 @@
+"""Sees a collective mismatch before it does harm: two ranks about to meet in different collectives.
+
+gloo pairs a rank's n-th collective with its peers' n-th, whatever they are. After a skipped one, gradients
+of different steps are averaged in silence; after a wrong size the process aborts in C++. All ranks of one
+host share their progress pages, so whoever comes to a collective second can see that the first is elsewhere.
+
+False alarms would kill a healthy job, so every rule is either a property of the collective itself or has
+been observed to hold in this very process for a while:
+
+* the operation must be the same on all ranks; size and dtype too, where the operation demands it;
+* the completed optimizer steps must be the same, once they have been the same at this line for long enough
+  (a script in which they ever differ before that isn't in lockstep, and the rule is off for good);
+* two lines that have each met themselves on the other rank many times, and never anything else, don't meet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from closeranks.progress import DTYPES, OPS
+from closeranks.worker.hooks_state import ControlLine
+from closeranks.worker.page import PageWriter
+
+__all__ = ["NeighbourCheck", "Record", "Site"]
+
+# group | op << 32 | dtype << 48, numel, step | line << 32, file key: PageWriter.record_words
+Record = tuple[int, int, int, int]
+
+_LOCKSTEP_STEPS = 8  # with a step at every visit of the line, or at each but a few
+_LOCKSTEP_STEPS_SPARSE = 32  # with several steps between visits: then equal numbers may be chance
+_PAIRED = 8
+_WAIT_FOR_KILL_S = 10.0
+_WAIT_SLICE_S = 0.01
+
+_U32 = 2**32 - 1
+_SAME_SHAPE = frozenset(
+    OPS.index(name)
+    for name in ("all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+)
+_BROADCAST = OPS.index("broadcast")
+_BARRIERS = frozenset((OPS.index("barrier"), OPS.index("monitored_barrier")))
+_NO_DTYPE = DTYPES.index("none")  # no tensor, or one that can't be asked
+_BYTES = {
+    "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
+    "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1, "float8_e5m2": 1,
+}  # fmt: skip
+
+
+class Site:
+    """A line of the script that issues collectives, and what was learned about it."""
+
+    __slots__ = ("file_key", "line", "mixed", "paired", "period", "run", "seq", "step")
+
+    def __init__(self, file_key: int, line: int) -> None:
+        self.file_key = file_key
+        self.line = line
+        self.seq = 0  # of the last comparison that matched: two neighbours, or two looks, count once
+        self.step = 0  # at the last comparison that matched
+        self.period = 0  # steps between two of those that were not in the same step
+        self.run = 0  # how often in a row it was that many
+        self.paired = 0  # how often the neighbour was at the same line
+        self.mixed = False  # the neighbour has been at another line, too
+
+    def matched(self, seq: int, step: int) -> None:
+        """The neighbour was here too, after as many steps."""
+        if seq == self.seq:
+            return
+        self.seq = seq
+        self.paired += 1
+        advance = step - self.step
+        if advance:
+            if advance == self.period:
+                self.run += 1
+            else:
+                self.period, self.run = advance, 0
+            self.step = step
+
+    @property
+    def in_lockstep(self) -> bool:
+        return self.run >= (_LOCKSTEP_STEPS if self.period == 1 else _LOCKSTEP_STEPS_SPARSE)
+
+
+class NeighbourCheck:
+    """Compares this rank's collectives on the default group with those of its neighbours on the ring."""
+
+    def __init__(
+        self, writer: PageWriter, control: ControlLine, places: Mapping[tuple[int, int], Site]
+    ) -> None:
+        rank, size = writer.local_rank, writer.local_world_size
+        self._writer = writer
+        self._control = control
+        self._neighbours = tuple(sorted({(rank - 1) % size, (rank + 1) % size} - {rank}))
+        self._last: tuple[int, Record, Site, bool] | None = None
+        self._places = places  # all sites of this process, by file key and line
+        self._step_rule = True
+        self._off = False
+
+    def check(self, seq: int, mine: Record, site: Site, main_thread: bool) -> None:
+        """Compare our newest record with each neighbour's; on a proved mismatch say so and await the kill.
+
+        Where a neighbour isn't there yet, it will compare; we look at its previous one instead, so that both
+        sides learn what normal is.
+        """
+        if self._off:
+            return
+        partner, words = self._writer.partner, self._writer.record_words
+        position = self._writer.world_position()
+        for neighbour in self._neighbours:
+            found = partner(neighbour, position, seq)
+            if isinstance(found, tuple):
+                self._judge(neighbour, seq, mine, site, words(found[0]), main_thread)
+            elif found == -1 and self._last is not None:
+                last_seq, last, last_site, last_main = self._last
+                found = partner(neighbour, position - 1, last_seq)
+                if isinstance(found, tuple):
+                    self._judge(neighbour, last_seq, last, last_site, words(found[0]), last_main)
+        self._last = (seq, mine, site, main_thread)
+
+    def _judge(
+        self, neighbour: int, seq: int, mine: Record, site: Site, theirs: Record, main_thread: bool
+    ) -> None:
+        if mine == theirs:
+            if main_thread:
+                site.matched(seq, mine[2] & _U32)
+            return
+        if self._differs(mine, theirs, site) or (main_thread and self._out_of_step(seq, mine, theirs, site)):
+            self._desync(neighbour, seq)
+
+    def _differs(self, mine: Record, theirs: Record, site: Site) -> bool:
+        """Whether these two can't be one collective."""
+        op, dtype = mine[0] >> 32 & 0xFFFF, mine[0] >> 48
+        their_op, their_dtype = theirs[0] >> 32 & 0xFFFF, theirs[0] >> 48
+        if op != their_op:
+            return True
+        if op not in _SAME_SHAPE or _NO_DTYPE in (dtype, their_dtype):
+            return False
+        if mine[1] != theirs[1]:
+            return True
+        # A broadcast only moves bytes: another dtype of the same size may be a script's habit.
+        return dtype != their_dtype and (
+            op != _BROADCAST
+            or _BYTES.get(DTYPES[dtype]) != _BYTES.get(DTYPES[their_dtype])
+            or site.paired >= _PAIRED
+        )
+
+    def _out_of_step(self, seq: int, mine: Record, theirs: Record, site: Site) -> bool:
+        """The same collective as far as it shows; but is it the same step, and the same line?"""
+        step, line = mine[2] & _U32, mine[2] >> 32
+        their_step, their_line = theirs[2] & _U32, theirs[2] >> 32
+        if (line, mine[3]) != (their_line, theirs[3]):
+            return self._crossed(mine, theirs, site)
+        if step == their_step:
+            site.matched(seq, step)
+            return False
+        if not self._step_rule:
+            return False
+        if site.in_lockstep:
+            return True
+        self._step_rule = False
+        return False
+
+    def _crossed(self, mine: Record, theirs: Record, site: Site) -> bool:
+        """Our line has met another one: a mismatch only if both have always met themselves so far."""
+        if mine[0] >> 32 & 0xFFFF in _BARRIERS:
+            return False  # barriers carry nothing, so that it does no harm
+        other = self._places.get((theirs[3], theirs[2] >> 32))
+        proved = (
+            other is not None
+            and not (site.mixed or other.mixed)
+            and site.paired >= _PAIRED
+            and other.paired >= _PAIRED
+        )
+        site.mixed = True
+        if other is not None:
+            other.mixed = True
+        return proved
+
+    def _desync(self, neighbour: int, seq: int) -> None:
+        """Say so, and don't issue it: until the agent has ended this generation no harm is done."""
+        self._off = True
+        self._writer.flag_desync(neighbour, seq)
+        self._control.send({"type": "desync", "neighbour": neighbour, "seq": seq})
+        deadline = time.monotonic() + _WAIT_FOR_KILL_S
+        while time.monotonic() < deadline:
+            time.sleep(_WAIT_SLICE_S)

@@ -1,0 +1,113 @@
+"""What the hooks of this process share. Knows nothing of torch, so that the public API can ask it cheaply."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from closeranks.progress import Phase
+
+if TYPE_CHECKING:
+    from closeranks.worker.faults import FaultInjector
+    from closeranks.worker.page import PageWriter, PhaseToken
+
+__all__ = ["STATE", "ControlLine", "HookState"]
+
+
+class ControlLine(Protocol):
+    """The worker's line to its agent. Neither call raises; ``send`` doesn't block for long."""
+
+    def send(self, message: Mapping[str, Any]) -> bool: ...
+
+    def receive(self) -> dict[str, Any] | None: ...
+
+
+class _Nowhere:
+    """The line of a process that has no agent."""
+
+    def send(self, message: Mapping[str, Any]) -> bool:
+        return False
+
+    def receive(self) -> dict[str, Any] | None:
+        return None
+
+
+def _nothing() -> None:
+    pass
+
+
+class HookState:
+    """One per process. While ``active`` is false every hook passes straight through."""
+
+    __slots__ = (
+        "active", "control", "dcp_saves", "faults", "injector", "main_ident", "main_optimizer",
+        "open_threads", "optimizer_phase", "optimizer_seen", "script_steps", "start_evidence", "why_off",
+        "world_begun", "world_seq", "writer",
+    )  # fmt: skip
+
+    writer: PageWriter
+    main_optimizer: weakref.ref[Any] | None
+    optimizer_phase: tuple[int, PhaseToken] | None
+
+    def __init__(self) -> None:
+        self.active = False
+        self.control: ControlLine = _Nowhere()
+        self.faults: FaultInjector | None = None
+        self.injector: FaultInjector | None = None  # ``faults`` while it has anything to do
+        self.why_off = "not installed"
+        self.world_seq: Callable[[], int] = int
+        self.start_evidence: Callable[[], None] = _nothing
+        self._reset()
+
+    def _reset(self) -> None:
+        self.main_ident = threading.main_thread().ident or 0
+        self.open_threads: set[int] = set()  # threads inside a recorded collective
+        self.main_optimizer = None
+        self.optimizer_phase = None
+        self.optimizer_seen = False
+        self.script_steps = 0  # calls of closeranks.step()
+        self.dcp_saves = 0  # torch.distributed.checkpoint saves under way: their inner torch.save don't count
+        self.world_begun = False  # the page knows of the default group that is being made
+
+    def activate(
+        self,
+        writer: PageWriter,
+        control: ControlLine,
+        faults: FaultInjector | None,
+        world_seq: Callable[[], int],
+        start_evidence: Callable[[], None],
+    ) -> None:
+        """From now on the hooks write to ``writer`` and speak to ``control``."""
+        self._reset()
+        self.writer, self.control, self.faults = writer, control, faults
+        self.injector = None if faults is None or faults.idle else faults
+        self.world_seq, self.start_evidence = world_seq, start_evidence
+        self.why_off = ""
+        self.active = True
+
+    def disable(self, why: str) -> None:
+        """Stop all hooks of this process: a page that can't be written must not stop the training."""
+        if self.active:
+            self.active = False
+            self.why_off = why
+            self.control.send({"type": "hooks_off", "why": why[:500]})
+
+    def in_child(self) -> None:
+        """After a fork: we aren't the rank, so we neither write its page nor speak for it."""
+        was_active, self.active = self.active, False
+        self.control, self.injector, self.faults = _Nowhere(), None, None
+        self.open_threads = set()
+        if was_active:
+            self.why_off = "forked from the rank"
+            self.writer.detach()
+
+    def after_phase(self, previous: PhaseToken) -> None:
+        """Leave a phase. Whoever has trained once is no longer starting."""
+        if previous[0] <= Phase.START:
+            previous = (Phase.TRAIN, "")
+        self.writer.leave_phase(previous)
+
+
+STATE = HookState()

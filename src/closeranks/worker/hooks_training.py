@@ -1,0 +1,316 @@
+"""Hooks on what else a training does: steps, backward, data, checkpoints, making process groups."""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import dataloader
+
+from closeranks.progress import Phase
+from closeranks.worker.hooks_collectives import Recorder
+from closeranks.worker.hooks_state import STATE
+from closeranks.worker.page import PhaseToken
+
+__all__ = ["PatchOnImport", "class_patches", "function_patches", "register_optimizer_hooks"]
+
+_compiling = torch.compiler.is_dynamo_compiling
+_ident = threading.get_ident
+
+Function = Callable[..., Any]
+
+
+def _off(error: ValueError) -> None:
+    STATE.disable(f"the progress page can't be written: {error}")
+
+
+def _enter(phase: Phase) -> PhaseToken | None:
+    """Enter a phase, if this is the main thread: another one's doings aren't what the rank waits for."""
+    if _ident() != STATE.main_ident:
+        return None
+    try:
+        return STATE.writer.enter_phase(phase)
+    except ValueError as error:
+        _off(error)
+        return None
+
+
+def _leave(previous: PhaseToken | None) -> None:
+    if previous is not None and STATE.active:
+        try:
+            STATE.writer.leave_phase(previous)
+        except ValueError as error:
+            _off(error)
+
+
+def _within(phase: Phase, original: Function) -> Function:
+    """``original``, in a phase of its own. Passes through under dynamo, which then traces the original."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if _compiling() or not STATE.active:
+            return original(*args, **kwargs)
+        previous = _enter(phase)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _leave(previous)
+
+    return wrapper
+
+
+# --- steps ------------------------------------------------------------------------------------------
+
+
+def _before_optimizer_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if _compiling() or not STATE.active:
+        return
+    main = STATE.main_optimizer
+    if main is None or main() is None:
+        STATE.main_optimizer = weakref.ref(optimizer)
+        STATE.optimizer_seen = True
+    if STATE.writer.phase != Phase.OPTIMIZER:  # else an optimizer that wraps another
+        previous = _enter(Phase.OPTIMIZER)
+        if previous is not None:
+            STATE.optimizer_phase = id(optimizer), previous
+
+
+def _after_optimizer_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if _compiling() or not STATE.active:
+        return
+    main = STATE.main_optimizer
+    is_main = main is not None and main() is optimizer
+    try:
+        if is_main:
+            STATE.writer.step_done(STATE.world_seq())
+        else:
+            STATE.writer.tick()  # a second optimizer's step is not another step of the training
+        entered = STATE.optimizer_phase
+        if entered is not None and entered[0] == id(optimizer):
+            STATE.optimizer_phase = None
+            STATE.after_phase(entered[1])
+    except ValueError as error:
+        _off(error)
+        return
+    STATE.start_evidence()
+    if is_main and STATE.injector is not None:
+        STATE.injector.optimizer_step(STATE.writer.step)
+
+
+def register_optimizer_hooks() -> None:
+    """torch's own hooks, called around every optimizer's step."""
+    register_optimizer_step_pre_hook(_before_optimizer_step)
+    register_optimizer_step_post_hook(_after_optimizer_step)
+
+
+# --- data -------------------------------------------------------------------------------------------
+
+
+def _wrap_next(original: Function) -> Function:
+    @functools.wraps(original)
+    def __next__(self: Any) -> Any:
+        if not STATE.active:
+            return original(self)
+        if STATE.injector is not None:
+            STATE.injector.poll()
+        previous = _enter(Phase.DATA)
+        try:
+            return original(self)
+        finally:
+            _leave(previous)
+
+    return __next__
+
+
+def class_patches() -> Iterator[tuple[type, str, Function]]:
+    """(class, attribute, wrapper): methods, patched on their class."""
+    base = dataloader._BaseDataLoaderIter
+    yield base, "__next__", _wrap_next(base.__next__)
+    # With workers, making the iterator starts processes.
+    yield dataloader.DataLoader, "__iter__", _within(Phase.DATA, dataloader.DataLoader.__iter__)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------
+
+
+def _wrap_save(original: Function) -> Function:
+    """A save that is complete when it returns, unless it is a part of a larger one."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if _compiling() or not STATE.active:
+            return original(*args, **kwargs)
+        part = STATE.dcp_saves > 0 or STATE.writer.phase == Phase.CHECKPOINT
+        previous = _enter(Phase.CHECKPOINT)
+        try:
+            result = original(*args, **kwargs)
+            if not part and STATE.active:
+                STATE.writer.checkpoint_done()
+        finally:
+            _leave(previous)
+        return result
+
+    return wrapper
+
+
+def _wrap_dcp_save(original: Function) -> Function:
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not STATE.active:
+            return original(*args, **kwargs)
+        step = STATE.writer.step
+        previous = _enter(Phase.CHECKPOINT)
+        STATE.dcp_saves += 1
+        background = None
+        try:
+            result = original(*args, **kwargs)
+            background = _upload_of(result)
+            if background is None:
+                _saved(step)
+        finally:
+            if background is None:
+                STATE.dcp_saves -= 1
+            _leave(previous)
+        if background is not None:
+            background.add_done_callback(functools.partial(_uploaded, step))
+        return result
+
+    return wrapper
+
+
+def _upload_of(result: Any) -> Any:
+    """What async_save returns to wait for: a future, or an object that holds two; None: it is complete."""
+    upload = getattr(result, "upload_completion", result)
+    return upload if hasattr(upload, "add_done_callback") else None
+
+
+def _uploaded(step: int, future: Any) -> None:
+    STATE.dcp_saves = max(STATE.dcp_saves - 1, 0)
+    if not future.cancelled() and future.exception() is None:
+        _saved(step)
+
+
+def _saved(step: int) -> None:
+    if STATE.active:
+        try:
+            STATE.writer.checkpoint_done(step)
+        except ValueError as error:
+            _off(error)
+
+
+_DCP: dict[str, dict[str, Callable[[Function], Function]]] = {
+    "torch.distributed.checkpoint.state_dict_saver": {"save": _wrap_dcp_save, "async_save": _wrap_dcp_save},
+    "torch.distributed.checkpoint.state_dict_loader": {"load": functools.partial(_within, Phase.CHECKPOINT)},
+}
+
+
+class PatchOnImport(importlib.abc.MetaPathFinder):
+    """Wraps functions of modules that only some scripts import, when they do: importing them costs 0.1 s.
+
+    Their packages import these functions by name, so they must be wrapped before anybody has seen them.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in _DCP:
+            return None
+        for finder in sys.meta_path:
+            if finder is self:
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    _patch_after(spec.loader)
+                return spec
+        return None
+
+
+def _patch_after(loader: Any) -> None:
+    execute = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        del loader.exec_module
+        execute(module)
+        for name, wrap in _DCP.get(module.__name__, {}).items():
+            original = getattr(module, name, None)
+            if original is not None:
+                setattr(module, name, wrap(original))
+
+    loader.exec_module = exec_module
+
+
+# --- process groups ---------------------------------------------------------------------------------
+
+
+def _wrap_init(original: Function) -> Function:
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not STATE.active:
+            return original(*args, **kwargs)
+        STATE.start_evidence()  # before: a rank that is stuck in there must be able to answer
+        previous = _enter(Phase.INIT)
+        try:
+            STATE.writer.begin_world()
+            STATE.world_begun = True
+        except ValueError as error:
+            _off(error)
+        done = False
+        try:
+            result = original(*args, **kwargs)
+            done = True
+        finally:
+            if previous is not None and STATE.active:
+                try:
+                    if done:
+                        STATE.writer.init_done()
+                    STATE.after_phase(previous)
+                except ValueError as error:
+                    _off(error)
+        if STATE.injector is not None:
+            STATE.injector.poll()
+        return result
+
+    return wrapper
+
+
+def _wrap_new_group(original: Function, recorder: Callable[[], Recorder]) -> Function:
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        group = original(*args, **kwargs)
+        if STATE.active and isinstance(group, c10d.ProcessGroup):
+            try:
+                recorder().groups.register(group)
+            except ValueError as error:
+                _off(error)
+        return group
+
+    return wrapper
+
+
+def function_patches(recorder: Callable[[], Recorder]) -> Iterator[tuple[str, Function, Function]]:
+    """(name, original, wrapper) of functions, to be replaced in every module that has them by that name."""
+    yield "init_process_group", c10d.init_process_group, _wrap_init(c10d.init_process_group)
+    for name in ("new_group", "split_group"):
+        original = getattr(c10d, name, None)
+        if original is not None:
+            yield name, original, _wrap_new_group(original, recorder)
+    yield "backward", torch.autograd.backward, _within(Phase.BACKWARD, torch.autograd.backward)
+    yield "save", torch.save, _wrap_save(torch.save)
+    yield "load", torch.load, _within(Phase.CHECKPOINT, torch.load)
+    for module_name, wraps in _DCP.items():
+        module = sys.modules.get(module_name)
+        for name, wrap in wraps.items():
+            original = getattr(module, name, None)
+            if original is not None:
+                yield name, original, wrap(original)

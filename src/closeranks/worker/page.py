@@ -1,0 +1,393 @@
+"""Writes this rank's progress page (layout: closeranks.progress), and reads its neighbours'.
+
+Everything here is on the training's path, so it does as little as Python lets it: fields are native 64-bit
+stores through a memoryview (one ``mov`` each, where ``struct`` with ``<`` stores byte by byte), counters
+live in Python integers and are never read back from the page.
+
+A record is written before the head that makes it visible, so a reader never takes an unfinished one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import sys
+import threading
+import time
+
+from closeranks.progress import (
+    COLLECTIVE,
+    COLLECTIVE_SLOTS,
+    COLLECTIVES_OFFSET,
+    MAGIC,
+    OPS,
+    PAGE_BYTES,
+    STEP,
+    STEP_SLOTS,
+    STEPS_OFFSET,
+    STRING,
+    STRING_FILE,
+    STRING_GROUP,
+    STRINGS_BYTES,
+    STRINGS_OFFSET,
+    VERSION,
+    WORLD_GROUP,
+    Field,
+    Phase,
+    key_of,
+)
+
+__all__ = ["P2P_OPS", "PageWriter", "PhaseToken"]
+
+assert sys.byteorder == "little", "the progress page is little-endian and written with native stores"
+
+# Calls between two ranks: they have no place in the order of a group's collectives.
+P2P_OPS = frozenset(OPS.index(name) for name in ("send", "recv", "batch_isend_irecv", "isend", "irecv"))
+
+_NATIVE_COLLECTIVE = struct.Struct("@QIHHQIIIIQ")  # COLLECTIVE's layout, stored a field at a time
+assert _NATIVE_COLLECTIVE.size == COLLECTIVE.size
+
+# All in 64-bit words from the start of the page.
+_PAGE_WORDS = PAGE_BYTES // 8
+_RECORD_WORDS = COLLECTIVE.size // 8
+_STEP_WORDS = STEP.size // 8
+_RING = COLLECTIVES_OFFSET // 8
+_RING_MASK = COLLECTIVE_SLOTS - 1
+_STEPS = STEPS_OFFSET // 8
+assert COLLECTIVE_SLOTS & _RING_MASK == 0 and STEP_SLOTS & (STEP_SLOTS - 1) == 0
+
+_TICKS, _TICK_NS = Field.TICKS // 8, Field.TICK_NS // 8
+_STEP, _STEP_NS = Field.STEP // 8, Field.STEP_NS // 8
+_PHASE, _PHASE_NS = Field.PHASE // 8, Field.PHASE_NS // 8
+_IN_COLLECTIVE, _WORLD_SEQ = Field.IN_COLLECTIVE // 8, Field.WORLD_SEQ // 8
+_COLLECTIVES, _STEP_HEAD = Field.COLLECTIVES // 8, Field.STEPS // 8
+_WORLD_HEAD = Field.WORLD_HEAD // 8
+_USER_BYTES = 32
+
+_U64 = 2**64 - 1
+_U32 = 2**32 - 1
+_ENTERED, _DONE = 1, 2
+_POSITION_BITS, _EPOCH_BITS = 24, 56
+_POSITION = (1 << _POSITION_BITS) - 1
+_FAR = 100  # a partner's record further back may be overwritten while we read it
+
+PhaseToken = tuple[int, str]
+
+
+class PageWriter:
+    """The only writer of one rank's page.
+
+    ``mapping`` holds the pages of all ``local_world_size`` ranks of the host. Raises ValueError if it is
+    too small. Once the mapping is released under it, every method raises ValueError.
+    """
+
+    __slots__ = (
+        "_base", "_bytes", "_checkpoints", "_collectives", "_interned", "_lock", "_now", "_open", "_pack",
+        "_phase", "_ring_byte", "_steps", "_strings_used", "_ticks", "_u32", "_user", "_words", "_world",
+        "generation", "local_rank", "local_world_size", "rank", "step",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        mapping: mmap.mmap | memoryview,
+        local_rank: int,
+        local_world_size: int,
+        rank: int,
+        generation: int,
+    ) -> None:
+        if not 0 <= local_rank < local_world_size or len(mapping) < PAGE_BYTES * local_world_size:
+            raise ValueError(
+                f"no page for local rank {local_rank} of {local_world_size} in {len(mapping)} bytes"
+            )
+        self.rank = rank
+        self.generation = generation
+        self.local_rank = local_rank
+        self.local_world_size = local_world_size
+        self.step = 0
+        self._now = time.monotonic_ns
+        self._pack = _NATIVE_COLLECTIVE.pack_into
+        self._lock = threading.Lock()
+        self._map(memoryview(mapping))
+        self._write_header()
+
+    def _map(self, view: memoryview) -> None:
+        whole = view.cast("B")[: PAGE_BYTES * self.local_world_size]
+        self._words = whole.cast("Q")
+        self._u32 = whole.cast("I")
+        self._bytes = whole
+        self._base = self.local_rank * _PAGE_WORDS
+        self._ring_byte = self.local_rank * PAGE_BYTES + COLLECTIVES_OFFSET
+
+    def _write_header(self) -> None:
+        """Start the page over: what an older generation left there must not be read as ours."""
+        start = self.local_rank * PAGE_BYTES
+        self._words[self._base] = 0
+        self._bytes[start : start + PAGE_BYTES] = bytes(PAGE_BYTES)
+        self._ticks = self._collectives = self._steps = self._strings_used = self._checkpoints = 0
+        self._world = 0
+        self._open = 0
+        self._interned: dict[tuple[int, str], int] = {}
+        self._phase: int = Phase.WAITING
+        self._user = ""
+        self._put(Field.RANK, self.rank)
+        self._put(Field.GENERATION, self.generation)
+        self._put(Field.PID, os.getpid())
+        self.tick()
+        self._put(Field.PHASE_NS, self._now())
+        self._put(Field.MAGIC_VERSION, MAGIC | VERSION << 32)
+
+    def detach(self) -> None:
+        """Write to a private page from now on: a forked child must not speak for the rank."""
+        step = self.step
+        self.step = 0
+        self._lock = threading.Lock()
+        self._map(memoryview(bytearray(PAGE_BYTES * self.local_world_size)))
+        self._write_header()
+        self.step = step
+
+    def _put(self, field: int, value: int) -> None:
+        self._words[self._base + field // 8] = value & _U64
+
+    # --- signs of life ------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """A sign of life."""
+        words, base = self._words, self._base
+        self._ticks = ticks = self._ticks + 1
+        words[base + _TICKS] = ticks
+        words[base + _TICK_NS] = self._now()
+
+    def enter_phase(self, phase: int, user: str = "") -> PhaseToken:
+        """Go into a phase, which is a sign of life. Returns what ``leave_phase`` takes to go back."""
+        words, base = self._words, self._base
+        previous = (self._phase, self._user)
+        if user != self._user:
+            self._write_user(user)
+        self._phase = phase
+        now = self._now()
+        words[base + _PHASE] = phase
+        words[base + _PHASE_NS] = now
+        self._ticks = ticks = self._ticks + 1
+        words[base + _TICKS] = ticks
+        words[base + _TICK_NS] = now
+        return previous
+
+    set_phase = enter_phase
+
+    def leave_phase(self, previous: PhaseToken) -> None:
+        """Back to the phase that ``enter_phase`` found."""
+        self.enter_phase(*previous)
+
+    @property
+    def phase(self) -> int:
+        """The phase we are in (a ``closeranks.progress.Phase``)."""
+        return self._phase
+
+    def _write_user(self, user: str) -> None:
+        self._user = user
+        text = user.encode("utf-8", "replace")[:_USER_BYTES].decode("utf-8", "ignore").encode()
+        at = self.local_rank * PAGE_BYTES + Field.USER_PHASE
+        self._bytes[at : at + _USER_BYTES] = text.ljust(_USER_BYTES, b"\0")
+
+    # --- steps --------------------------------------------------------------------------------------
+
+    def step_done(self, world_seq: int) -> None:
+        """One more step is complete; ``world_seq`` is the default group's sequence number now."""
+        words, base = self._words, self._base
+        self.step = step = self.step + 1
+        now = self._now()
+        slot = base + _STEPS + self._steps % STEP_SLOTS * _STEP_WORDS
+        words[slot] = step
+        words[slot + 1] = world_seq
+        words[slot + 2] = now
+        self._steps = steps = self._steps + 1
+        words[base + _STEP_HEAD] = steps
+        words[base + _WORLD_SEQ] = world_seq
+        words[base + _STEP] = step
+        words[base + _STEP_NS] = now
+        self._ticks = ticks = self._ticks + 1
+        words[base + _TICKS] = ticks
+        words[base + _TICK_NS] = now
+
+    def absolute_step(self, number: int) -> None:
+        """The step as the script itself counts it, over all generations. Negative numbers count as 0."""
+        self._put(Field.ABSOLUTE_STEP, min(max(number, 0) + 1, _U64))
+        self.tick()
+
+    def checkpoint_done(self, step: int | None = None) -> None:
+        """A save is complete; ``step`` (default: now) is the step whose state it holds."""
+        self._checkpoints += 1
+        self._put(Field.CHECKPOINT_STEP, self.step if step is None else step)
+        self._put(Field.CHECKPOINTS, self._checkpoints)
+        self.tick()
+
+    # --- collectives --------------------------------------------------------------------------------
+
+    def begin_world(self) -> None:
+        """A default process group is about to be made: records of an older one have no partners any more."""
+        self._world = ((self._world >> _EPOCH_BITS) + 1 & 0xFF) << _EPOCH_BITS
+        self._words[self._base + _WORLD_HEAD] = self._world
+
+    def init_done(self) -> None:
+        """``init_process_group`` has returned."""
+        self._put(Field.INIT_DONE, 1)
+        self.tick()
+
+    def world_seq(self, world_seq: int) -> None:
+        """The default group's sequence number, as just read."""
+        self._words[self._base + _WORLD_SEQ] = world_seq
+
+    def collective_enter(
+        self, seq: int, group_key: int, op: int, dtype: int, numel: int, file_key: int, line: int
+    ) -> int:
+        """Record a collective that is about to be issued and may block. Returns its token."""
+        words, base = self._words, self._base
+        token = self._collectives
+        now = self._now()
+        self._pack(
+            self._bytes, self._ring_byte + (token & _RING_MASK) * 48,
+            seq, group_key, op, dtype, numel, self.step & _U32, line, file_key, _ENTERED, now,
+        )  # fmt: skip
+        self._collectives = head = token + 1
+        words[base + _COLLECTIVES] = head
+        if group_key == WORLD_GROUP and op not in P2P_OPS:
+            self._world = world = (self._world & ~_POSITION) + (1 << _POSITION_BITS) | token & _POSITION
+            words[base + _WORLD_HEAD] = world
+            words[base + _WORLD_SEQ] = seq - 1
+        self._open += 1
+        words[base + _IN_COLLECTIVE] = 1
+        self._ticks = ticks = self._ticks + 1
+        words[base + _TICKS] = ticks
+        words[base + _TICK_NS] = now
+        return token
+
+    def _leave(self) -> None:
+        words, base = self._words, self._base
+        self._open = open_ = self._open - 1 if self._open > 0 else 0
+        if not open_:
+            words[base + _IN_COLLECTIVE] = 0
+        self._ticks = ticks = self._ticks + 1
+        words[base + _TICKS] = ticks
+        words[base + _TICK_NS] = self._now()
+
+    def collective_exit(self, token: int) -> None:
+        """The call has returned: the collective is done, or under way if it was asynchronous."""
+        if self._collectives - token <= COLLECTIVE_SLOTS:
+            self._u32[(self._base + _RING + (token & _RING_MASK) * _RECORD_WORDS) * 2 + 9] = _DONE
+        self._leave()
+
+    def collective_failed(self, token: int) -> None:
+        """The call has raised: its record stays open for good, but nobody is inside it any more."""
+        self._leave()
+
+    def wait_enter(self, token: int | None) -> None:
+        """About to wait for an asynchronous collective; ``token`` is that of its record, where known."""
+        if token is not None and self._collectives - token <= COLLECTIVE_SLOTS:
+            self._u32[(self._base + _RING + (token & _RING_MASK) * _RECORD_WORDS) * 2 + 9] = _ENTERED
+        self._open += 1
+        self._words[self._base + _IN_COLLECTIVE] = 1
+        self.tick()
+
+    def wait_exit(self, token: int | None) -> None:
+        """The wait is over."""
+        if token is not None:
+            self.collective_exit(token)
+        else:
+            self._leave()
+
+    # --- neighbours ---------------------------------------------------------------------------------
+
+    def world_position(self, behind: int = 0) -> int:
+        """How often the default group was made, and its collectives since: comparable between ranks.
+
+        ``behind`` counts back from the newest. Two ranks' records match in time only if this is equal.
+        """
+        return (self._world >> _POSITION_BITS) - behind
+
+    def partner(self, local_rank: int, position: int, seq: int) -> tuple[int, int] | int:
+        """Where a neighbour's record of the default group's collective at ``position`` is.
+
+        Returns its place (in words, into ``record_words``) and how many such records the neighbour has made
+        since; or, where there is no such record to read, that number alone: negative if it is behind.
+        """
+        words = self._words
+        base = local_rank * _PAGE_WORDS
+        head = words[base + _WORLD_HEAD]
+        ahead = (head >> _POSITION_BITS) - position
+        if ahead < 0 or ahead > _FAR:
+            return ahead
+        at = head & _POSITION
+        for _ in range(_FAR):
+            slot = base + _RING + (at & _RING_MASK) * _RECORD_WORDS
+            kind = words[slot + 1]
+            if kind & _U32 == WORLD_GROUP and kind >> 32 & 0xFFFF not in P2P_OPS:
+                if not ahead:
+                    break
+                ahead -= 1
+            at -= 1
+        else:
+            return ahead
+        # The order of both ranks' Python calls and torch's own count must agree; if they don't, something
+        # we can't see (calls from C++ between two ranks) has moved one of them, and nothing follows.
+        return (slot, (head >> _POSITION_BITS) - position) if words[slot] == seq else ahead
+
+    def record_words(self, slot: int) -> tuple[int, int, int, int]:
+        """The record at a place: group | op << 32 | dtype << 48, numel, step | line << 32, file key."""
+        words = self._words
+        return words[slot + 1], words[slot + 2], words[slot + 3], words[slot + 4] & _U32
+
+    def neighbour_record(self, local_rank: int, seq: int) -> tuple[int, int, int, int, int, int] | None:
+        """A neighbour's (op, dtype, numel, step, line, file key) where we are; None: not there yet."""
+        found = self.partner(local_rank, self.world_position(), seq)
+        if isinstance(found, int):
+            return None
+        kind, numel, step_line, file_key = self.record_words(found[0])
+        return kind >> 32 & 0xFFFF, kind >> 48, numel, step_line & _U32, step_line >> 32, file_key
+
+    def flag_desync(self, neighbour: int, seq: int) -> None:
+        """That neighbour is in another collective than ours at ``seq``; the first finding stays."""
+        base = self._base
+        if not self._words[base + Field.DESYNC // 8]:
+            self._words[base + Field.DESYNC_SEQ // 8] = seq
+            self._words[base + Field.DESYNC // 8] = neighbour + 1
+
+    # --- faults and names ---------------------------------------------------------------------------
+
+    def fault_fired(self, number: int) -> None:
+        """Injected fault ``number`` (0 to 63) is about to be carried out."""
+        at = self._base + Field.FAULT_FIRED // 8
+        self._words[at] |= 1 << number
+
+    def intern_file(self, path: str) -> int:
+        """The key of a source path; 0 once the string table is full."""
+        return self._intern(STRING_FILE, path)
+
+    def intern_group(self, name: str, ranks: tuple[int, ...]) -> int:
+        """The key of a process group other than the default one; ``ranks`` are global.
+
+        The key holds even where the string table has no room for its text: it tells groups apart.
+        """
+        text = f"{name}|{','.join(map(str, ranks))}"
+        self._intern(STRING_GROUP, text)
+        return key_of(text)
+
+    def _intern(self, kind: int, text: str) -> int:
+        known = self._interned.get((kind, text))
+        if known is not None:
+            return known
+        encoded = text.encode("utf-8", "replace")
+        size = STRING.size + len(encoded)
+        with self._lock:
+            used = self._strings_used
+            fits = len(encoded) < 2**16 and used + size <= STRINGS_BYTES
+            key = key_of(text) if fits else 0
+            if fits:
+                at = self.local_rank * PAGE_BYTES + STRINGS_OFFSET + used
+                STRING.pack_into(self._bytes, at, key, kind, len(encoded))
+                self._bytes[at + STRING.size : at + size] = encoded
+                self._strings_used = used + size
+                self._put(Field.STRINGS_BYTES, used + size)
+            if len(self._interned) < 4096:
+                self._interned[kind, text] = key
+        return key

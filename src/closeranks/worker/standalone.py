@@ -1,0 +1,40 @@
+"""A worker started by exec, for ``--no-zygote``, ``--no-python`` and what isn't safe to fork.
+
+It imports torch by itself and then waits as a spare, so that even without a zygote a restart doesn't wait
+for imports: the next generation's processes are already up.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__" and sys.path and os.path.dirname(os.path.abspath(__file__)) == sys.path[0]:  # noqa: PTH100, PTH120
+    del sys.path[0]  # our own folder's names (store, page, ...) must not hide anybody's modules
+
+import socket
+
+from closeranks import linux
+from closeranks.worker import bootstrap
+from closeranks.worker.zygote import import_all
+
+__all__ = ["main"]
+
+
+def main(argv: list[str]) -> None:
+    """``standalone.py CHANNEL_FD AGENT_PID MODULES ...``: import, say hello, wait, run."""
+    linux.die_with_parent()
+    sock = socket.socket(fileno=int(argv[1]))
+    if os.getppid() != int(argv[2]):
+        os._exit(1)
+    linux.set_title("closeranks: spare", "cr-spare")
+    for failure in import_all([name for name in argv[3].split(",") if name]):
+        sys.stderr.write(f"closeranks: can't import {failure['module']}: {failure['error']}\n")
+    order = bootstrap.wait_for_order(sock)
+    if order is None:
+        os._exit(0)
+    bootstrap.run(order)
+
+
+if __name__ == "__main__":
+    main(sys.argv)

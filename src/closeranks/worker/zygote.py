@@ -1,0 +1,165 @@
+"""The zygote: a process that has imported torch once, and forks workers in milliseconds.
+
+Run as a file, not with ``-m``: the script's directory and the current one stay off ``sys.path`` while torch
+is imported. It is single-threaded and touches no CUDA, socket thread, store or resolver: a child forked
+while another thread holds a lock would wait on that lock for ever. It checks that before each fork, and
+says so instead of forking when it isn't true.
+
+Workers are forked twice, so that the agent (the nearest subreaper) adopts and reaps them, and the kernel's
+parent-death signal ties them to the agent's life.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__" and sys.path and os.path.dirname(os.path.abspath(__file__)) == sys.path[0]:  # noqa: PTH100, PTH120
+    del sys.path[0]  # our own folder's names (store, page, ...) must not hide anybody's modules
+
+import gc
+import importlib
+import socket
+import time
+from typing import Any
+
+from closeranks import linux, wire
+from closeranks.worker import bootstrap
+
+__all__ = ["import_all", "main", "why_unsafe"]
+
+_ADOPTION_TIMEOUT_S = 5.0
+# What a module may reasonably raise while it is imported. Anything else ends the zygote, and the agent then
+# starts its workers with exec and says why.
+IMPORT_ERRORS = (
+    ImportError,
+    SyntaxError,
+    OSError,
+    RuntimeError,
+    AttributeError,
+    TypeError,
+    ValueError,
+    KeyError,
+)
+
+
+def import_all(names: list[str]) -> list[dict[str, str]]:
+    """Import each module; returns what failed as ``{"module", "error"}``: worth a notice, never fatal."""
+    failed = []
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except IMPORT_ERRORS as error:
+            failed.append({"module": name, "error": f"{type(error).__name__}: {error}"[:500]})
+    return failed
+
+
+def why_unsafe() -> str:
+    """Why forking this process would be unsafe; "" if it is safe."""
+    threads = os.listdir("/proc/self/task")  # noqa: PTH208
+    if len(threads) > 1:
+        return (
+            f"it has {len(threads)} threads after its imports: a lock they hold would stay locked in a fork"
+        )
+    torch = sys.modules.get("torch")
+    cuda = getattr(torch, "cuda", None)
+    if cuda is not None and cuda.is_initialized():
+        return "CUDA is initialised after its imports, and a CUDA context does not survive a fork"
+    return ""
+
+
+def _wait_for_adoption(agent_pid: int) -> None:
+    """Only the agent's death may kill us, not our short-lived parent's; so wait until it is our parent."""
+    deadline = time.monotonic() + _ADOPTION_TIMEOUT_S
+    while os.getppid() != agent_pid:
+        if time.monotonic() > deadline:
+            os._exit(1)
+        time.sleep(0.0002)
+    linux.die_with_parent()
+    if os.getppid() != agent_pid:  # it died between the two calls: the signal was missed
+        os._exit(1)
+
+
+def _become_worker(agent_pid: int, zygote: socket.socket, fd: int, others: list[int]) -> bootstrap.Order:
+    zygote.close()
+    for other in others:
+        os.close(other)
+    os.setsid()
+    _wait_for_adoption(agent_pid)
+    linux.set_title("closeranks: spare", "cr-spare")
+    order = bootstrap.wait_for_order(socket.socket(fileno=fd))
+    if order is None:
+        os._exit(0)
+    return order
+
+
+def _fork_workers(agent_pid: int, zygote: socket.socket, fds: list[int]) -> bootstrap.Order | None:
+    """Fork one worker a descriptor. Returns None in the zygote; in a worker, the order to carry out."""
+    middle = os.fork()
+    if middle:
+        os.waitpid(middle, 0)
+        for fd in fds:
+            os.close(fd)
+        return None
+    for fd in fds:
+        if os.fork() == 0:
+            return _become_worker(agent_pid, zygote, fd, [other for other in fds if other != fd])
+    os._exit(0)
+
+
+def _serve(zygote: socket.socket, agent_pid: int) -> bootstrap.Order:
+    """Answer the agent's requests. Returns only in a worker that was told to go."""
+    while True:
+        received = wire.receive(zygote)
+        if received is None:
+            os._exit(0)
+        message, fds = received
+        reply: dict[str, Any] = {"type": "forked", "request": message.get("request")}
+        if message["type"] == "import":
+            reply = {"type": "imported", "failed": import_all(message["modules"])}
+        reason = why_unsafe()
+        if reason:
+            wire.send(zygote, {"type": "unsafe", "reason": reason})
+            for fd in fds:
+                os.close(fd)
+            continue
+        if message["type"] == "fork":
+            order = _fork_workers(agent_pid, zygote, fds)
+            if order is not None:
+                return order
+        wire.send(zygote, reply)
+
+
+def main(argv: list[str]) -> None:
+    """``zygote.py CHANNEL_FD AGENT_PID MODULES ...``: import, then serve. The rest makes room for titles."""
+    linux.die_with_parent()
+    sock = socket.socket(fileno=int(argv[1]))
+    agent_pid = int(argv[2])
+    if os.getppid() != agent_pid:
+        os._exit(1)
+    linux.set_title("closeranks: zygote", "cr-zygote")
+    began = time.monotonic()
+    failed = import_all([name for name in argv[3].split(",") if name])
+    torch = sys.modules.get("torch")
+    if "torch.distributed.distributed_c10d" in sys.modules:
+        from closeranks.worker import hooks
+
+        hooks.prepare()
+    gc.collect()
+    gc.freeze()  # objects that live for ever needn't be visited, and copied, by each child's collector
+    wire.send(
+        sock,
+        {
+            "type": "ready",
+            "torch": getattr(torch, "__version__", None) and str(torch.__version__),  # type: ignore[union-attr]
+            "import_s": time.monotonic() - began,
+            "failed": failed,
+            "unsafe": why_unsafe(),
+        },
+    )
+    order = _serve(sock, agent_pid)
+    bootstrap.run(order)
+
+
+if __name__ == "__main__":
+    main(sys.argv)

@@ -1,0 +1,3 @@
+"""A package that is run with -m."""
+
+WHERE = __name__
