@@ -78,9 +78,10 @@ class Field(IntEnum):
     DESYNC = 152  # 0, or 1 + the neighbour whose record differs
     DESYNC_SEQ = 160
     INIT_DONE = 168  # 1 after init_process_group returned
-    # Newest collective of the default group: times the group was made << 56 | how many since << 24 | its
-    # place in the ring. One word, so that a neighbour never sees a half-new one.
-    WORLD_HEAD = 176
+    # The default group's newest collective, for its neighbours to find. u32: times the group was made << 24,
+    # plus collectives on it since; u32, written before it: that collective's place in the ring, counted on.
+    WORLD_POSITION = 176
+    WORLD_PLACE = 180
     USER_PHASE = 192  # 32 bytes, UTF-8, zero-padded: closeranks.phase("...")
 
 

@@ -115,6 +115,10 @@ class Rig:
         wait_for(lambda: any(m["type"] == kind for m in self.poll()), f"a message {kind!r}")
         return next(m for m in self.messages if m["type"] == kind)
 
+    def shown(self, text: bytes) -> None:
+        """Wait until the console has ``text``, as an agent would: with an eye on the pump."""
+        wait_for(lambda: self.poll() is None or text in self.out.bytes, f"{text!r} on the console")
+
     def drain(self, generation: int = 0) -> None:
         assert self.pump.drain(generation, PATIENCE_S)
 

@@ -33,15 +33,18 @@ _ABORT_LINE = re.compile(r"what\(\):|terminate called|Fatal Python error|[Aa]sse
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How long ranks may take to answer (seconds), and whether slow tools may run."""
+    """How long ranks may take to answer (seconds), and whether this is a hang.
+
+    In a hang /proc is read before any signal wakes anybody, and slow tools may run. A death is already
+    explained by its exit: the survivors' stacks are a bonus that must not delay the restart.
+    """
 
     answers_s: float
-    native: bool
+    hang: bool
 
 
-# A death is already explained by its exit; the survivors' stacks are a bonus that must not delay the restart.
-CRASH = Budget(answers_s=0.03, native=False)
-HANG = Budget(answers_s=0.5, native=True)
+CRASH = Budget(answers_s=0.012, hang=False)
+HANG = Budget(answers_s=0.5, hang=True)
 
 
 @dataclass(slots=True)
@@ -187,15 +190,20 @@ async def capture(
             recorder_dir.mkdir(parents=True, exist_ok=True)
         except OSError:
             recorder_dir = None
-    # /proc as it is now, before our own signals wake anybody.
-    before = {rank.rank: procfs.read_process(rank.pid) for rank in world.alive()}
-    stacks, _ = await asyncio.gather(
+    living = world.alive()
+    facts: dict[int, ProcessFacts | None] = {}
+    if budget.hang:
+        facts = {rank.rank: procfs.read_process(rank.pid) for rank in living}
+    answers = asyncio.gather(
         take_stacks(world.ranks, budget.answers_s),
         ask_flight_recorder(world.ranks, recorder_dir, budget.answers_s),
     )
+    await asyncio.sleep(0)  # the requests are out
+    if not budget.hang:
+        facts = {rank.rank: procfs.read_process(rank.pid) for rank in living}
+    stacks, _ = await answers
     native: dict[int, str] = {}
-    if budget.native:
-        living = world.alive()
+    if budget.hang:
         texts = await asyncio.gather(*(_native_stack(rank.pid, budget.answers_s) for rank in living))
         native = {rank.rank: text for rank, text in zip(living, texts, strict=True) if text}
     ranks = []
@@ -203,8 +211,8 @@ async def capture(
         path = log_paths.get(rank.rank)
         last = tail(path, max_lines=40) if path is not None else ()
         number = rank.rank
-        facts = before.get(number)
-        ranks.append(_rank_evidence(world, rank, facts, stacks.get(number, ""), native.get(number, ""), last))
+        found = (facts.get(number), stacks.get(number, ""), native.get(number, ""))
+        ranks.append(_rank_evidence(world, rank, *found, last))
     evidence = Evidence(
         incident_id=incident_id,
         generation=world.generation,

@@ -6,6 +6,7 @@ What the restart doesn't need waits until the next generation has been told to g
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -84,7 +85,7 @@ class Incidents:
     async def _capture(self, world: World, trigger: Trigger, incident_id: str) -> Captured:
         """Evidence of this world now; quick for a death, thorough for a hang."""
         quick = trigger.kind in ("exit", "exception")
-        if quick:
+        if quick and not _killed_from_outside(world):
             self._owner.pump.drain(world.generation, _DRAIN_S)
         return await capture(
             world,
@@ -128,6 +129,11 @@ class Incidents:
                 world.generation if world is not None and world.generation > evidence.generation else None
             )
             self._owner.console.incident(evidence, verdict, directory, next_generation=follows)
+
+
+def _killed_from_outside(world: World) -> bool:
+    """Whether all that has ended so far was SIGKILLed: such a rank has no last words to wait for."""
+    return all(rank.exit is None or rank.exit.signal == signal.SIGKILL for rank in world.ranks)
 
 
 def _broke_ns(evidence: Evidence, verdict: Verdict) -> int | None:

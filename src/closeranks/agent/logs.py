@@ -149,7 +149,8 @@ class LogPump:
     def say(self, text: bytes) -> None:
         """Show the agent's own lines on the console's stderr, never torn by or into a rank's line.
 
-        In order with ranks' output that was drained before. Up to 32 KiB of text stays in one piece.
+        In order with ranks' output that was drained before. Up to 32 KiB of text stays in one piece; a
+        line longer than that is split. While no pump takes it, 1 MiB waits and the rest is counted.
         """
         if text and not text.endswith(b"\n"):
             text += b"\n"

@@ -142,12 +142,14 @@ def _passed(
     """How far each member has come in the group, counting what no hook saw."""
     opened = {r: c for r in rings if (c := view.open_record(r)) is not None and c.group == group}
     passed = {rank: view.passed(rank, group) for rank in rings}
-    if group == WORLD_GROUP and opened and fallen.of(Role.MISMATCH):
-        # A rank that a mismatch killed, or whose peer died of one, was inside a collective. If none of its
-        # own is open, it was one that no hook saw: the one its peers stood in.
+    if group == WORLD_GROUP and opened:
+        # A rank that a mismatch killed, whose peer died of one, or that timed out in gloo, was inside a
+        # collective. If none of its own is open, it was one that no hook saw: where its peers stood.
         frontier = min(record.seq for record in opened.values())
-        for death in (*fallen.of(Role.MISMATCH), *fallen.of(Role.VICTIM)):
-            if death.rank in passed and death.rank not in opened:
+        mismatched = fallen.of(Role.MISMATCH)
+        for death in (*mismatched, *fallen.of(Role.VICTIM)):
+            inside = bool(mismatched) or (death.timeout and "gloo" in death.line.line)
+            if inside and death.rank in passed and death.rank not in opened:
                 passed[death.rank] = max(passed[death.rank], frontier)
     return passed
 

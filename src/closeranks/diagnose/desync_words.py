@@ -120,8 +120,8 @@ def _summary(
             if due
             else f"#{clash.seq} of {group}"
         )
-        then = f" and went on to {went_on.op} ({call_site(went_on)})" if went_on is not None else ""
-        return f"{who} skipped {missed}{then}"
+        then = f"{went_on.op} ({call_site(went_on)})" if went_on is not None else "one issued from C++ (backward?)"
+        return f"{who} skipped {missed} and went on to {then}"
     if wrong is None:
         return f"{who} is in another collective than {others} at #{clash.seq} of {group}"
     here = f"#{clash.seq} of {group} (step {wrong.step}, {call_site(wrong)})"
@@ -134,6 +134,8 @@ def _summary(
         return f"{who} issued {wrong.op} {here} with {wrong.numel} elements, {others} with {due.numel}"
     if kind == Conduct.OTHER_DTYPE.value:
         return f"{who} issued {wrong.op} {here} with {wrong.dtype}, {others} with {due.dtype}"
+    if kind == Conduct.OTHER_ORDER.value:
+        return f"{who} entered its groups in another order than {others}: {wrong.op} {here}"
     return f"{who} issued {wrong.op} {here}, where {others} came to {due.op} ({call_site(due)})"
 
 
@@ -153,7 +155,8 @@ def _lines(view: View, clash: Clash) -> list[EvidenceLine]:
             if record is not None:
                 text = collective_text(view, record)
             else:
-                text = f"#{clash.seq} of {view.group_label(clash.group)}: no record; issued from C++, or not at all"
+                here = f"#{clash.seq} of {view.group_label(clash.group)}"
+                text = f"{here}: no record; issued from C++, or not at all"
             same.setdefault(text, []).append(rank)
         lines += [line(f"{fold_ranks(who)} collectives", text, why) for text, who in same.items()]
     return lines
@@ -204,17 +207,15 @@ def _undecided(view: View, clash: Clash, fallen: Fallen) -> Finding:
     seen = " and ".join(sorted({f"{c.op} ({call_site(c)})" for _, c in shown})[:4])
     onset = min((c.mono_ns for _, c in shown if c.mono_ns), default=None)
     sites = sorted({f"{c.op} at {c.where}" for _, c in shown})
-    ops = {c.op for _, c in shown}
-    kind = (
-        Conduct.OTHER_TYPE
-        if len(ops) > 1
-        else Conduct.OTHER_SIZE
-        if len({c.numel for _, c in shown}) > 1
-        else Conduct.OTHER_DTYPE
+    differing = (
+        (Conduct.OTHER_TYPE.value, {c.op for _, c in shown}),
+        (Conduct.OTHER_SIZE.value, {c.numel for _, c in shown}),
+        (Conduct.OTHER_DTYPE.value, {c.dtype for _, c in shown}),
     )
+    kind = next((name for name, values in differing if len(values) > 1), "unknown")
     return Finding(
         leaf="comm.desync",
-        kind=kind.value,
+        kind=kind,
         ranks=(),
         summary=f"{fold_ranks(clash.present)} met in different collectives at #{clash.seq} of "
         f"{view.group_label(clash.group)}: {seen}; which of them is in error can't be told",

@@ -58,7 +58,9 @@ def _decide(view: View) -> Finding:
     if desync is not None and (desync.decided or desync.hard) and not (suspect and not desync.hard):
         return desync.finding
     if fallen.of(Role.MISMATCH):
-        return _mismatch_without_sides(view, fallen)
+        circle = find_hang_cause(view, fallen)
+        told = circle is not None and bool(circle.ranks) and circle.leaf == "comm.desync"
+        return circle if told and circle is not None else _mismatch_without_sides(view, fallen)
     named = absentees(fallen, view)
     if named:
         return host_block(view, {}, named, tuple(d.rank for d in fallen.of(Role.VICTIM)), 0.75)
@@ -135,8 +137,8 @@ def _mismatch_without_sides(view: View, fallen: Fallen) -> Finding:
         leaf="comm.desync",
         kind="size_mismatch",
         ranks=(),
-        summary=f"{fold_ranks(d.rank for d in clashed)} received more bytes than its collective expected: ranks were "
-        "in different collectives; which of them was in error isn't recorded",
+        summary=f"{fold_ranks(d.rank for d in clashed)} received more bytes than expected: ranks were in "
+        "different collectives; which of them was in error isn't recorded",
         signature="collective mismatch",
         confidence=0.5,
         lines=tuple(lines),

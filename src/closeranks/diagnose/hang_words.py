@@ -149,7 +149,7 @@ def host_block(
     first = view.ranks[ranks[0]]
     reason = blocked_reason(first)
     groups = {w.group for r in waiters for w in waits.get(r, ()) if w.group is not None}
-    sub = bool(groups) and all(len(view.members(g)) < len(view.order) for g in groups)
+    sub = any(ranks[0] in (members := view.members(g)) and len(members) < len(view.order) for g in groups)
     state = first.process.state if first.process is not None else ""
     still = (
         state in ("S", "D")

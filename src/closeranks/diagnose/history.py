@@ -17,8 +17,6 @@ from closeranks.progress import Collective, Page
 
 __all__ = ["Conduct", "History", "Judgement"]
 
-_CONTEXT = 24  # tokens of the past that are compared; longer ones decide nothing more in a 128-slot ring
-
 _Token = tuple[int, str, int, str, int]
 
 
@@ -31,6 +29,7 @@ class Conduct(StrEnum):
     OTHER_TYPE = "type_mismatch"
     OTHER_SIZE = "size_mismatch"
     OTHER_DTYPE = "dtype_mismatch"
+    OTHER_ORDER = "wrong_order"
     NO_HISTORY = "no history"
 
     @property
@@ -40,7 +39,7 @@ class Conduct(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """``expected``: an earlier record of the kind that was due; ``usual`` says how often the past agreed."""
+    """``expected``: an earlier record of the kind that was due; ``agreeing``: how often it came before."""
 
     conduct: Conduct
     expected: Collective | None = None
@@ -58,6 +57,9 @@ class History:
         self._tokens: list[_Token | None] = [None] * min(1, len(self.records))
         for before, record in pairwise(self.records):
             self._tokens.append(self._token(record, record.step - before.step))
+        # The same as a string, one character a token, so that the search for the past is str.find's.
+        letters: dict[_Token | None, str] = {}
+        self._text = "".join(letters.setdefault(token, chr(1 + len(letters))) for token in self._tokens)
 
     @staticmethod
     def _token(record: Collective, steps: int) -> _Token:
@@ -67,28 +69,33 @@ class History:
         return self._at.get((group, seq))
 
     def _predict(self, index: int) -> tuple[int | None, int]:
-        """The past position most like ``index`` (its token is the prediction), and how many agree."""
-        tokens = self._tokens
-        best, best_length = None, 0
-        for j in range(index - 1, 0, -1):
-            length = 0
-            while (
-                length < _CONTEXT
-                and j - 1 - length >= 1
-                and tokens[j - 1 - length] == tokens[index - 1 - length]
-            ):
-                length += 1
-            if length > best_length:
-                best, best_length = j, length
-                if length == _CONTEXT:
-                    break
-        if best is not None:
-            return best, sum(1 for token in tokens[1:index] if token == tokens[best])
+        """The past position most like ``index`` (its token is the prediction), and how often it agreed.
+
+        Of all places whose preceding tokens agree with ours over the longest stretch, what most often
+        followed; the newest in a tie. The first token of the ring takes no part: its distance is unknown.
+        """
+        text = self._text
+        length, above = 0, index - 1
+        while length < above:  # a suffix that occurs earlier has only suffixes that do
+            middle = (length + above + 1) // 2
+            if text.rfind(text[index - middle : index], 1, index - 1) >= 0:
+                length = middle
+            else:
+                above = middle - 1
+        if length:
+            suffix = text[index - length : index]
+            found: list[int] = []
+            at = text.find(suffix, 1, index - 1)
+            while at >= 0:
+                found.append(at + length)
+                at = text.find(suffix, at + 1, index - 1)
+            votes = Counter(text[i] for i in found)
+            best = max(reversed(found), key=lambda i: votes[text[i]])
+            return best, text.count(text[best], 1, index)
         # Too short a past for context: take what is usual, if anything is.
-        usual = Counter(token for token in tokens[1:index] if token is not None).most_common(1)
+        usual = Counter(text[1:index]).most_common(1)
         if usual and usual[0][1] * 3 >= (index - 1) * 2:
-            token, count = usual[0]
-            return max(j for j in range(1, index) if tokens[j] == token), count
+            return text.rfind(usual[0][0], 1, index), usual[0][1]
         return None, 0
 
     def judge(self, index: int) -> Judgement:
@@ -123,6 +130,8 @@ class History:
             if token[:4] == have[:4] and steps == have[4]:
                 return Conduct.SKIPPED
         known = any(token is not None and token[:3] == have[:3] for token in self._tokens[1:index])
+        if not known and want[0] != have[0] and self._is_due_later(predicted, index, have):
+            return Conduct.OTHER_ORDER
         expected, actual = self.records[predicted], self.records[index]
         if known and have[4] > want[4]:
             return Conduct.SKIPPED
@@ -130,6 +139,11 @@ class History:
         if not known and replaced and actual.numel == expected.numel:
             return Conduct.OTHER_TYPE
         return Conduct.EXTRA
+
+    def _is_due_later(self, predicted: int, index: int, have: _Token) -> bool:
+        """Whether this group's op, called from another line, would have come soon after what was due."""
+        soon = self._tokens[predicted + 1 : min(index, predicted + 8)]
+        return any(token is not None and (token[0], token[3]) == (have[0], have[3]) for token in soon)
 
     def _judge_shape(self, index: int) -> Conduct:
         """The predicted collective, but of another size, type or distance than this call ever had?"""
@@ -168,9 +182,11 @@ class History:
             grew = len(steps) >= 2 and steps[-1].world_seq > steps[0].world_seq
             return Judgement(Conduct.AS_BEFORE if grew else Conduct.NO_HISTORY)
         last = mine[-1]
-        if last != len(self.records) - 1 or last < 2:
+        if last != len(self.records) - 1 or last < 1:
             return Judgement(Conduct.NO_HISTORY)
         predicted, agreeing = self._predict(last + 1)
+        if predicted is None and len({(r.file, r.line) for r in self.records}) == 1:
+            predicted, agreeing = last, 1  # twice the same line and nothing else: that far apart
         if predicted is None or (gap := self._distance(predicted)) is None:
             return Judgement(Conduct.NO_HISTORY)
         late = seq >= self.records[last].seq + gap

@@ -41,25 +41,42 @@ class Reading:
     timeout: bool = False
 
 
-_MISMATCH = re.compile(
-    r"op\.preamble\.length <= op\.nbytes|distributed collective mismatch|Detected mismatch between collectives"
-    r"|ProcessGroupWrapper.{0,200}mismatch",
-    re.IGNORECASE | re.DOTALL,
+def _any(*patterns: str, flags: int = 0) -> re.Pattern[str]:
+    return re.compile("|".join(patterns), re.IGNORECASE | flags)
+
+
+_MISMATCH = _any(
+    r"op\.preamble\.length <= op\.nbytes",
+    r"distributed collective mismatch",
+    r"detected mismatch between collectives",
 )
-_TIMEOUT = re.compile(
-    r"timed out waiting|timed out after \d+ ?(?:ms|milliseconds|seconds)|socket timeout|watchdog caught collective"
-    r"|wait timeout after|failed to pass monitoredBarrier|client socket has timed out|timeout caused pair closure"
-    r"|timed out in \w*barrier",
-    re.IGNORECASE,
+_TIMEOUT = _any(
+    r"timed out waiting",
+    r"timed out after \d+ ?(?:ms|milliseconds|seconds)",
+    r"socket timeout",
+    r"watchdog caught collective",
+    r"wait timeout after",
+    r"failed to pass monitoredBarrier",
+    r"client socket has timed out",
+    r"timeout caused pair closure",
+    r"timed out in \w*barrier",
 )
-_PEER_LOST = re.compile(
-    r"connection closed by (?:remote )?peer|connection reset by (?:remote )?peer|broken pipe|\bread error\b|\bwrite error\b"
-    r"|ncclRemoteError|remote process exited|remote process has terminated|NCCL communicator was aborted"
-    r"|connection was likely closed|socket recv failed|failed to recv, got 0 bytes|recvValue failed|sendBytes failed"
-    r"|recvBytes|DistStoreError|DistNetworkError|store->get|should dump. flag|connection refused"
-    r"|peer .{0,40}(?:disconnected|went away|closed)|EndOfStream|got completion with error|NET/OFI Request completed"
-    r"|ncclSystemError|ncclInternalError|unhandled system error",
-    re.IGNORECASE,
+_PEER_LOST = _any(
+    r"connection closed by (?:remote )?peer",
+    r"connection reset by (?:remote )?peer",
+    r"connection refused",
+    r"connection was likely closed",
+    r"broken pipe",
+    r"\b(?:read|write) error\b",
+    r"socket recv failed",
+    r"failed to recv, got 0 bytes",
+    r"recvValue failed|sendBytes failed|recvBytes",
+    r"peer .{0,40}(?:disconnected|went away|closed)",
+    r"remote process (?:exited|has terminated)",
+    r"DistStoreError|DistNetworkError|store->get|should dump. flag",
+    r"ncclRemoteError|ncclSystemError|ncclInternalError|unhandled system error",
+    r"NCCL communicator was aborted",
+    r"got completion with error|NET/OFI Request completed",
 )
 # A client of something that isn't a rank: a lost connection there is this rank's own trouble.
 _NOT_A_RANK = re.compile(
@@ -67,36 +84,91 @@ _NOT_A_RANK = re.compile(
     r"|redis|psycopg2?|pymongo|grpc|wandb|mlflow)/|http/client\.py"
 )
 
-# (exception type or "" for any, text, leaf). Searched in "Type: message".
-_LEAVES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern, re.IGNORECASE), leaf)
-    for pattern, leaf in (
-        (r"uncorrectable ECC", "gpu.hbm"),
-        (r"GPU is lost|no CUDA-capable device|unable to determine the device handle|fallen off the bus", "gpu.off_bus"),
-        (r"system not yet initialized|system has unsupported display driver", "sys.fabricmanager"),
-        (r"driver/library version mismatch|CUDA driver version is insufficient", "sys.driver"),
-        (r"device-side assert", "app.device_assert"),
-        (r"illegal memory access|misaligned address|unspecified launch failure", "app.cuda_memfault"),
-        (r"CUDA out of memory|^(?:\w+\.)*OutOfMemoryError|HIP out of memory|CUBLAS_STATUS_ALLOC_FAILED", "app.cuda_oom"),
-        (r"insufficient shared memory|unable to (?:open|allocate|write) (?:to )?shared memory|failed to extend /dev/shm"
-         r"|/dev/shm\b.{0,200}no space left|no space left.{0,200}/dev/shm\b|killed by signal: bus error", "app.shm"),
-        (r"DataLoader timed out", "data.stall"),
-        (r"killed by signal: segmentation fault", "app.crash_segv"),
-        (r"^MemoryError|std::bad_alloc|can't allocate memory|cannot allocate memory|killed by signal: killed", "app.host_oom"),
-        (r"no space left on device|disk quota exceeded|\bENOSPC\b|\bEDQUOT\b", "storage.full"),
-        (r"stale (?:nfs )?file handle|transport endpoint is not connected|\bESTALE\b", "storage.stale_handle"),
-        (r"address already in use|EADDRINUSE", "comm.port_in_use"),
-        (r"^(?:ModuleNotFound|Import)Error|undefined symbol|cannot open shared object file", "app.env_import"),
-        (r"PytorchStreamReader failed|central directory|^(?:\w+\.)*UnpicklingError|invalid load key"
-         r"|error while deserializing header", "storage.ckpt_corrupt"),
-        (r"input/output error|\bEIO\b", "storage.io_error"),
-        (r"PytorchStreamWriter failed", "storage.io_error"),
-        (r"^(?:FileNotFound|Permission|NotADirectory|IsADirectory)Error|^(?:argparse\.)?Argument(?:Type)?Error"
-         r"|^SystemExit: 2$|^(?:\w+\.)*UsageError|^(?:\w+\.)*ConfigError", "app.config"),
-        (r"^FloatingPointError|\bnans?\b|\bnon-?finite\b|\bnot finite\b|\binf(?:inite)? (?:loss|grad)"
-         r"|\b(?:loss|grad\w*|norm) (?:is|=|became) ?inf", "app.numerics_nan"),
-    )
-)  # fmt: skip
+# Searched in "Type: message". Hardware and driver first: what they say is true whatever wraps it.
+_LEAVES: tuple[tuple[re.Pattern[str], str], ...] = (
+    (_any(r"uncorrectable ECC"), "gpu.hbm"),
+    (
+        _any(
+            r"GPU is lost",
+            r"no CUDA-capable device",
+            r"unable to determine the device handle",
+            r"fallen off the bus",
+        ),
+        "gpu.off_bus",
+    ),
+    (_any(r"system not yet initialized", r"system has unsupported display driver"), "sys.fabricmanager"),
+    (_any(r"driver/library version mismatch", r"CUDA driver version is insufficient"), "sys.driver"),
+    (_any(r"device-side assert"), "app.device_assert"),
+    (
+        _any(r"illegal memory access", r"misaligned address", r"unspecified launch failure"),
+        "app.cuda_memfault",
+    ),
+    (
+        _any(r"(?:CUDA|HIP) out of memory", r"^(?:\w+\.)*OutOfMemoryError", r"CUBLAS_STATUS_ALLOC_FAILED"),
+        "app.cuda_oom",
+    ),
+    (
+        _any(
+            r"insufficient shared memory",
+            r"unable to (?:open|allocate|write) (?:to )?shared memory",
+            r"failed to extend /dev/shm",
+            r"/dev/shm\b.{0,200}no space left",
+            r"no space left.{0,200}/dev/shm\b",
+            r"killed by signal: bus error",
+        ),
+        "app.shm",
+    ),
+    (_any(r"DataLoader timed out"), "data.stall"),
+    (_any(r"killed by signal: segmentation fault"), "app.crash_segv"),
+    (
+        _any(
+            r"^MemoryError", r"std::bad_alloc", r"can(?:'t|not) allocate memory", r"killed by signal: killed"
+        ),
+        "app.host_oom",
+    ),
+    (_any(r"no space left on device", r"disk quota exceeded", r"\bENOSPC\b", r"\bEDQUOT\b"), "storage.full"),
+    (
+        _any(r"stale (?:nfs )?file handle", r"transport endpoint is not connected", r"\bESTALE\b"),
+        "storage.stale_handle",
+    ),
+    (_any(r"address already in use", r"EADDRINUSE"), "comm.port_in_use"),
+    (
+        _any(r"^(?:ModuleNotFound|Import)Error", r"undefined symbol", r"cannot open shared object file"),
+        "app.env_import",
+    ),
+    (
+        _any(
+            r"PytorchStreamReader failed",
+            r"central directory",
+            r"^(?:\w+\.)*UnpicklingError",
+            r"invalid load key",
+            r"error while deserializing header",
+        ),
+        "storage.ckpt_corrupt",
+    ),
+    (_any(r"input/output error", r"\bEIO\b", r"PytorchStreamWriter failed"), "storage.io_error"),
+    (
+        _any(
+            r"^(?:FileNotFound|Permission|NotADirectory|IsADirectory)Error",
+            r"^(?:argparse\.)?Argument(?:Type)?Error",
+            r"^SystemExit: 2$",
+            r"^(?:\w+\.)*(?:Usage|Config)Error",
+        ),
+        "app.config",
+    ),
+    (
+        _any(
+            r"^FloatingPointError",
+            r"\bnans?\b",
+            r"\bnon-?finite\b",
+            r"\bnot finite\b",
+            r"\binf(?:inite)? (?:loss|grad)",
+            r"\b(?:loss|grad\w*|norm) (?:is|=|became) ?inf",
+        ),
+        "app.numerics_nan",
+    ),
+)
+# "nan" in a KeyError is a column of a table.
 _NUMERIC_TYPES = re.compile(
     r"^(?:\w+\.)*(?:FloatingPointError|AssertionError|ValueError|RuntimeError|ArithmeticError|NaN\w*|Abort\w*)"
 )
@@ -104,10 +176,11 @@ _NUMERIC_TYPES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ParsedTraceback:
-    """The exceptions of a chain, oldest first, as "Type: message"; ``place`` of the last one's innermost frame."""
+    """A chain of exceptions, oldest first, as "Type: message"; ``places`` are (file, line) of the last one's
+    frames, outermost first."""
 
     exceptions: tuple[str, ...]
-    places: tuple[tuple[str, int], ...]  # (file, line) of the last block, outermost first
+    places: tuple[tuple[str, int], ...]
 
 
 _TB_FRAME = re.compile(r'\s{2,4}File "([^"\n]{1,500})", line (\d{1,9})')

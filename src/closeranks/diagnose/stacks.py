@@ -115,32 +115,41 @@ def user_frame(frames: Sequence[Frame]) -> Frame | None:
     return None
 
 
-# The first rule that any of the innermost frames meets, tried in this order: (file, function, reason).
-_REASONS: tuple[tuple[re.Pattern[str], re.Pattern[str], str], ...] = tuple(
-    (re.compile(file), re.compile(function), reason)
-    for file, function, reason in (
-        (r"torch/utils/data/|/dataloader\.py$", r"", "waits for the data loader"),
-        (r"torch/distributed/(checkpoint|_shard/checkpoint)/", r"", "saves or loads a checkpoint"),
-        (r"torch/serialization\.py$", r"", "saves or loads a checkpoint"),
-        (r"torch/distributed/rendezvous\.py$", r"", "waits for the other ranks to start"),
-        (r"torch/distributed/distributed_c10d\.py$", r"^_?(init_process_group|new_(process_)?group)", "sets up a process group"),
-        (r"torch/distributed/", r"", "waits in a collective"),
-        (r"torch/autograd/", r"_engine_run_backward|^backward$", "runs backward"),
-        (r"torch/cuda/", r"synchronize", "waits for the GPU"),
-        (r"", r"^(_?find_and_load|_find_and_load_unlocked|exec_module|_call_with_frames_removed)$", "imports a module"),
-        (r"subprocess\.py$", r"^(wait|_wait|_try_wait|communicate|_communicate|run|call)$", "waits for a child process"),
-        (r"multiprocessing/(popen_|process)", r"^(wait|poll|join)$", "waits for a child process"),
-        (r"/(threading|_pydev_bundle)\.py$", r"^(join|_wait_for_tstate_lock)$", "waits for a thread"),
-        (r"/(threading|queue|asyncio/locks)\.py$", r"^(wait|wait_for|acquire|__enter__|get|put)$", "waits for a lock"),
-        (r"multiprocessing/(synchronize|queues|connection)\.py$", r"", "waits for another process"),
-        (r"concurrent/futures/", r"^(result|wait|shutdown)$", "waits for a thread"),
-        (r"/(socket|ssl|selectors|http/client)\.py$|/(urllib3|requests|httpx|aiohttp)/", r"", "waits for the network"),
-        (r"", r"^_?(save|load)_?(state_dict|check_?point|ckpt)\w*$|^\w*(checkpoint|ckpt)\w*$", "saves or loads a checkpoint"),
-        (r"", r"^(sleep|_?sleep_for(ever)?)$", "sleeps"),
-        (r"", r"^(acquire|lock|_?acquire_lock)$", "waits for a lock"),
-        (r"/gc\.py$", r"", "collects garbage"),
-    )
-)  # fmt: skip
+# (file, function, reason): the first rule that one of the innermost frames meets. Libraries before the
+# primitives they block in: a DataLoader waits in queue.get, too.
+_RULES: tuple[tuple[str, str, str], ...] = (
+    (r"torch/utils/data/|/dataloader\.py$", r"", "waits for the data loader"),
+    (r"torch/distributed/(checkpoint|_shard/checkpoint)/", r"", "saves or loads a checkpoint"),
+    (r"torch/serialization\.py$", r"", "saves or loads a checkpoint"),
+    (r"torch/distributed/rendezvous\.py$", r"", "waits for the other ranks to start"),
+    (
+        r"torch/distributed/distributed_c10d\.py$",
+        r"^_?(init_process|new_(process_)?)group",
+        "sets up a process group",
+    ),
+    (r"torch/distributed/(distributed_c10d|_functional_collectives)\.py$", r"", "waits in a collective"),
+    (r"torch/autograd/", r"_engine_run_backward|^backward$", "runs backward"),
+    (r"torch/cuda/", r"synchronize", "waits for the GPU"),
+    (r"^<frozen importlib", r"^_find_and_load|^exec_module$|^_call_with_frames_removed$", "imports a module"),
+    (r"subprocess\.py$", r"^_?(wait|try_wait|communicate|run|call)$", "waits for a child process"),
+    (r"multiprocessing/(popen_|process)", r"^(wait|poll|join)$", "waits for a child process"),
+    (r"/threading\.py$", r"^(join|_wait_for_tstate_lock)$", "waits for a thread"),
+    (r"concurrent/futures/", r"^(result|wait|shutdown)$", "waits for a thread"),
+    (r"multiprocessing/(synchronize|queues|connection)\.py$", r"", "waits for another process"),
+    (
+        r"/(threading|queue|asyncio/locks)\.py$",
+        r"^(wait|wait_for|acquire|__enter__|get|put)$",
+        "waits for a lock",
+    ),
+    (r"/(socket|ssl|selectors|http/client)\.py$", r"", "waits for the network"),
+    (r"/(urllib3|requests|httpx|aiohttp)/", r"", "waits for the network"),
+    (r"", r"^_?(save|load)_?(state_dict|check_?point|ckpt)\w*$", "saves or loads a checkpoint"),
+    (r"", r"^\w*(checkpoint|ckpt)\w*$", "saves or loads a checkpoint"),
+    (r"", r"^_?sleep(_for(ever)?)?$", "sleeps"),
+    (r"", r"^_?(acquire|lock|acquire_lock)$", "waits for a lock"),
+    (r"/gc\.py$", r"", "collects garbage"),
+)
+_REASONS = tuple((re.compile(file), re.compile(function), reason) for file, function, reason in _RULES)
 _INNERMOST = 12
 
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from closeranks.diagnose.text import clean, join_ranks
 from closeranks.evidence import Evidence, RankEvidence
-from closeranks.progress import COLLECTIVE_SLOTS, WORLD_GROUP, Collective, Page
+from closeranks.progress import COLLECTIVE_SLOTS, STEP_SLOTS, WORLD_GROUP, Collective, Page
 
 __all__ = ["P2P_OPS", "View"]
 
 # They move a group's sequence number on some back ends and not on others, and differ on both ends by design.
 P2P_OPS = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv"})
 _WORLD_NAMES = frozenset({"", "0", "default", "default_pg", "world"})
+
+
+def _bounded(page: Page) -> Page:
+    """No longer rings than a real page has: the evidence may have been read from anybody's file."""
+    if len(page.collectives) <= COLLECTIVE_SLOTS and len(page.steps) <= STEP_SLOTS:
+        return page
+    return replace(page, collectives=page.collectives[-COLLECTIVE_SLOTS:], steps=page.steps[-STEP_SLOTS:])
 
 
 class View:
@@ -24,7 +33,7 @@ class View:
         self.order = tuple(sorted(self.ranks))
         # A page of another generation is what its slot's previous tenant left behind.
         self.pages: dict[int, Page] = {
-            rank: entry.page
+            rank: _bounded(entry.page)
             for rank, entry in self.ranks.items()
             if entry.page is not None and entry.page.generation == evidence.generation
         }

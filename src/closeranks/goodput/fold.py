@@ -36,157 +36,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
+
+from closeranks.goodput.summary import (
+    NS,
+    PHASES,
+    Bucket,
+    Generation,
+    Incident,
+    Outcome,
+    RecordLike,
+    RunSummary,
+)
+from closeranks.goodput.work import Loss, Work, loss_of
 
 __all__ = ["Bucket", "Generation", "Incident", "Outcome", "RecordLike", "RunSummary", "fold"]
 
 MAX_GENERATIONS = 10_000  # what is beyond still counts in the buckets, but has no row of its own
-_MAX_POINTS = 512
-_MAX_POINTS_ENDED = 64
 _MAX_TEXT = 2_000
-_NS = 1_000_000_000
-_CLOCK_SLACK_NS = _NS  # records of several threads may be this much out of order
-
-
-class RecordLike(Protocol):
-    """What a fold needs of a record; closeranks.controller.journal.Record is one."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def data(self) -> Mapping[str, Any]: ...
-    @property
-    def generation(self) -> int | None: ...
-    @property
-    def wall_ns(self) -> int: ...
-    @property
-    def mono_ns(self) -> int: ...
-
-
-class Bucket(StrEnum):
-    """Each instant of a run is in exactly one."""
-
-    START_UP = "start-up"
-    PRODUCTIVE = "productive"
-    LOST = "lost work"
-    DETECT = "detect"
-    EVIDENCE = "evidence"
-    KILL = "kill"
-    BACK_OFF = "back-off"
-    RESTART = "restart"
-    STOPPING = "stopping"
-    UNKNOWN = "unknown"
-
-
-class Outcome(StrEnum):
-    """How a run or a generation ended."""
-
-    FINISHED = "finished"
-    FAILED = "failed"
-    STOPPED = "stopped"
-    RUNNING = "running"
-    INTERRUPTED = "interrupted"  # no final record: the agent was killed
-    ENDED = "ended"  # a generation only: another one follows, and no record says why
-
-
-_PHASES = (Bucket.DETECT, Bucket.EVIDENCE, Bucket.KILL, Bucket.BACK_OFF, Bucket.RESTART)
-
-
-@dataclass(frozen=True, slots=True)
-class Incident:
-    """One interruption and what it cost. Phases follow each other; all times in seconds."""
-
-    id: str
-    generation: int
-    wall_ns: int  # when it broke
-    at_s: float  # the same, since the start of the run
-    step: int | None  # steps of its generation done by then
-    trigger: str
-    detail: str
-    leaf: str  # "" = no verdict was recorded
-    kind: str
-    culprit_ranks: tuple[int, ...]
-    summary: str
-    action: str
-    confidence: float | None
-    decision: str
-    injected: str  # the fault that `closeranks inject` had put there, "" = none
-    leftovers: tuple[int, ...]  # pids that couldn't be killed
-    recovered: bool  # a later generation completed a step
-    detect_s: float
-    evidence_s: float
-    kill_s: float
-    backoff_s: float
-    restart_s: float
-    init_s: float | None  # of restart_s: until init_process_group had returned everywhere
-    lost_work_s: float | None  # None: can't be known
-    lost_steps: int | None
-
-    @property
-    def down_s(self) -> float:
-        """From the break to the next step (or to the end, where none followed)."""
-        return self.detect_s + self.evidence_s + self.kill_s + self.backoff_s + self.restart_s
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """One start of the world. Times in seconds since the start of the run."""
-
-    number: int
-    wall_ns: int
-    started_s: float
-    init_s: float | None
-    first_step_s: float | None
-    ended_s: float
-    steps: int
-    lost_steps: int | None
-    productive_s: float
-    lost_work_s: float | None
-    outcome: Outcome
-    incident_id: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class RunSummary:
-    """What became of a run. ``buckets_ns`` has every bucket and sums to ``elapsed_ns`` exactly."""
-
-    job: str
-    outcome: Outcome
-    exit_code: int | None
-    reason: str
-    started_wall_ns: int | None
-    elapsed_ns: int
-    buckets_ns: dict[Bucket, int]
-    unknown_work_ns: int  # the part of unknown in which steps were made, kept or not
-    generations: tuple[Generation, ...] = ()
-    incidents: tuple[Incident, ...] = ()
-    generations_omitted: int = 0
-    argv: tuple[str, ...] = ()
-    entrypoint: str = ""
-    world_size: int | None = None
-    node: str = ""
-    version: str = ""
-    dropped_records: int = 0
-    notes: tuple[str, ...] = ()
-
-    @property
-    def elapsed_s(self) -> float:
-        return self.elapsed_ns / _NS
-
-    @property
-    def ettr(self) -> float | None:
-        """Productive / elapsed: what is certain. None for a run of no length."""
-        return self.buckets_ns[Bucket.PRODUCTIVE] / self.elapsed_ns if self.elapsed_ns else None
-
-    @property
-    def ettr_max(self) -> float | None:
-        """The same if all work of unknown fate was kept."""
-        kept_ns = self.buckets_ns[Bucket.PRODUCTIVE] + self.unknown_work_ns
-        return kept_ns / self.elapsed_ns if self.elapsed_ns else None
-
-    def seconds(self, bucket: Bucket) -> float:
-        return self.buckets_ns[bucket] / _NS
+_INT64_MAX = 2**63 - 1
+_CLOCK_SLACK_NS = NS  # records of several threads may be this much out of order
 
 
 # --- fields of records, which may be missing or odd -------------------------------------------------
@@ -196,7 +65,9 @@ def _int(data: Mapping[str, Any], key: str) -> int | None:
     value = data.get(key)
     if isinstance(value, float) and math.isfinite(value):
         value = int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    return max(-_INT64_MAX, min(_INT64_MAX, value))
 
 
 def _count(data: Mapping[str, Any], key: str) -> int:
@@ -208,7 +79,7 @@ def _ns(data: Mapping[str, Any], key: str) -> int | None:
     value = data.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return round(min(max(value, 0), 1e9) * _NS) if value == value else None
+    return round(min(max(value, 0), 1e9) * NS) if value == value else None
 
 
 def _text(data: Mapping[str, Any], key: str) -> str:
@@ -231,64 +102,22 @@ def _mapping(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 @dataclass(slots=True)
-class _Point:
-    t_ns: int
-    step: int
-    absolute: int | None
-
-
-@dataclass(slots=True)
 class _Generation:
     number: int
     wall_ns: int
     started_ns: int
+    starting_bucket: Bucket
     init_ns: int | None = None
-    first_step_ns: int | None = None
-    ended_ns: int | None = None
     outcome: Outcome | None = None
     incident: _Incident | None = None
-    points: list[_Point] = field(default_factory=list)
-    steps: int = 0
-    base: int | None = None  # the script's own step number at which this generation began
-    checkpoints: int = 0
-    checkpoint_step: int = 0
     injected: str = ""
     starting_ns: int = 0  # how much of start-up or restart is this generation's
-    starting_bucket: Bucket = Bucket.START_UP
-    productive_ns: int = 0
-    lost_ns: int | None = 0
-    lost_steps: int | None = 0
+    work: Work = field(default_factory=Work)
+    loss: Loss = field(default_factory=lambda: Loss(0, 0))
 
-    def add_point(self, point: _Point) -> None:
-        self.points.append(point)
-        if len(self.points) > _MAX_POINTS:
-            self.thin(_MAX_POINTS)
-
-    def thin(self, limit: int) -> None:
-        """Fewer points, the older ones first: what matters lies near the end, where checkpoints are."""
-        while len(self.points) > limit:
-            half = len(self.points) // 2
-            self.points = self.points[:half:2] + self.points[half:]
-
-    def time_of_step(self, step: int) -> int | None:
-        return self._interpolate([(p.t_ns, p.step) for p in self.points], step)
-
-    def time_of_absolute(self, absolute: int) -> int | None:
-        assert self.first_step_ns is not None and self.base is not None
-        known = [(p.t_ns, p.absolute) for p in self.points if p.absolute is not None]
-        known.insert(0, (self.first_step_ns, self.base + 1))
-        return self._interpolate(known, absolute)
-
-    @staticmethod
-    def _interpolate(points: list[tuple[int, int]], wanted: int) -> int | None:
-        """When ``wanted`` was reached; None where it wasn't."""
-        for i, (t_ns, value) in enumerate(points):
-            if value >= wanted:
-                if i == 0 or value == wanted:
-                    return t_ns
-                before_ns, before = points[i - 1]
-                return before_ns + (t_ns - before_ns) * (wanted - before) // (value - before)
-        return None
+    @property
+    def ended(self) -> bool:
+        return self.work.ended_ns is not None
 
 
 @dataclass(slots=True)
@@ -304,7 +133,7 @@ class _Incident:
     recovered: bool = False
     init_ns: int | None = None
     restart_began_ns: int | None = None
-    phases: dict[Bucket, int] = field(default_factory=lambda: dict.fromkeys(_PHASES, 0))
+    phases: dict[Bucket, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
 
 
 class _Clock:
@@ -358,10 +187,10 @@ class _Fold:
 
     def put(self, ns: int, bucket: Bucket) -> None:
         self.buckets[bucket] += ns
-        if self.incident is not None and bucket in _PHASES:
+        if self.incident is not None and bucket in PHASES:
             self.incident.phases[bucket] += ns
         generation = self.generation
-        if generation is not None and generation.ended_ns is None and bucket is generation.starting_bucket:
+        if generation is not None and not generation.ended and bucket is generation.starting_bucket:
             generation.starting_ns += ns
 
     def close(self, t_ns: int) -> None:
@@ -398,14 +227,11 @@ class _Fold:
     def end_generation(self, t_ns: int, outcome: Outcome) -> None:
         """Its work ends here; does nothing where it ended before."""
         generation = self.generation
-        if generation is None or generation.ended_ns is not None:
+        if generation is None or generation.ended:
             return
         self.close(t_ns)
-        generation.ended_ns = t_ns
         generation.outcome = outcome
-        if generation.first_step_ns is not None:
-            generation.productive_ns = max(0, t_ns - generation.first_step_ns)
-        generation.thin(_MAX_POINTS_ENDED)
+        generation.work.end(t_ns)
 
     def named(self, record: RecordLike) -> int | None:
         number = _int(record.data, "generation")
@@ -462,14 +288,14 @@ class _Fold:
 
     def generation_started(self, record: RecordLike, t_ns: int) -> None:
         generation = self.current(record, t_ns)
-        if generation is None or generation.ended_ns is not None:
+        if generation is None or generation.ended or generation.work.first_step_ns is not None:
             return
         self.enter(t_ns, generation.starting_bucket)
         generation.started_ns, generation.wall_ns = t_ns, record.wall_ns
 
     def init_done(self, record: RecordLike, t_ns: int) -> None:
         generation = self.current(record, t_ns)
-        if generation is None or generation.ended_ns is not None or generation.init_ns is not None:
+        if generation is None or generation.ended or generation.init_ns is not None:
             return
         generation.init_ns = t_ns
         incident = self.incident
@@ -478,12 +304,10 @@ class _Fold:
 
     def first_step(self, record: RecordLike, t_ns: int) -> None:
         generation = self.current(record, t_ns)
-        if generation is None or generation.ended_ns is not None or generation.first_step_ns is not None:
+        if generation is None or generation.ended or generation.work.first_step_ns is not None:
             return
         self.enter(t_ns, Bucket.PRODUCTIVE)
-        generation.first_step_ns = t_ns
-        generation.steps = max(generation.steps, 1)
-        generation.add_point(_Point(t_ns, 1, None))
+        generation.work.begin(t_ns)
         if self.incident is not None:
             self.incident.recovered = True
             self.incident = None
@@ -492,20 +316,15 @@ class _Fold:
         generation = self.current(record, t_ns)
         if generation is None:
             return
-        step, absolute = _count(record.data, "step"), _int(record.data, "absolute_step")
+        step = _count(record.data, "step")
         if step >= 1:
             self.first_step(record, t_ns)
-        generation.steps = max(generation.steps, step)
-        generation.checkpoints = max(generation.checkpoints, _count(record.data, "checkpoints"))
-        generation.checkpoint_step = max(generation.checkpoint_step, _count(record.data, "checkpoint_step"))
-        if absolute is not None and generation.base is None:
-            generation.base = absolute - step
-        at_ns = t_ns if generation.ended_ns is None else min(t_ns, generation.ended_ns)
-        generation.add_point(_Point(at_ns, step, absolute))
+        generation.work.progress(t_ns, step, _int(record.data, "absolute_step"))
+        generation.work.checkpoint(_count(record.data, "checkpoints"), _count(record.data, "checkpoint_step"))
 
     def detected(self, record: RecordLike, t_ns: int) -> None:
         generation = self.current(record, t_ns)
-        if generation is None or generation.ended_ns is not None:
+        if generation is None or generation.ended:
             return
         broke = _int(record.data, "broke_mono_ns")
         if broke is None:
@@ -573,8 +392,9 @@ class _Fold:
         else:
             self.outcome = Outcome.FAILED if self.stop_reason is None else Outcome.STOPPED
         self.end_generation(t_ns, self.outcome)
-        if self.generation is not None and self.outcome is Outcome.FINISHED:
-            self.generation.outcome = Outcome.FINISHED  # asked to stop, and got to its own end
+        generation = self.generation
+        if generation is not None and generation.outcome is Outcome.STOPPED and self.exit_code == 0:
+            generation.outcome = Outcome.FINISHED  # asked to stop, it still got to its own end
         self.bucket = Bucket.STOPPING
 
     def fault_injected(self, record: RecordLike, t_ns: int) -> None:
@@ -590,7 +410,7 @@ class _Fold:
             self.outcome = Outcome.RUNNING if live else Outcome.INTERRUPTED
             self.end_generation(self.clock.now_ns, self.outcome)
         self.count_losses()
-        if self.outcome is Outcome.FINISHED and not any(g.steps for g in self.generations):
+        if self.outcome is Outcome.FINISHED and not any(g.work.steps for g in self.generations):
             self.unseen_work()
 
     def move(self, ns: int, source: Bucket, target: Bucket) -> None:
@@ -609,41 +429,21 @@ class _Fold:
             incident = generation.incident
 
     def count_losses(self) -> None:
-        resumed_at: int | None = None  # the lowest script step at which a later generation began
-        seen_before = [False]
+        saves_seen = [False]
         for generation in self.generations:
-            seen_before.append(seen_before[-1] or generation.checkpoints > 0)
+            saves_seen.append(saves_seen[-1] or generation.work.checkpoints > 0)
+        resumed_at: int | None = None
         for at, generation in reversed(list(enumerate(self.generations))):
-            if generation.first_step_ns is not None:
-                self.count_loss(generation, resumed_at, seen_before[at])
-            if generation.base is not None:
-                resumed_at = generation.base if resumed_at is None else min(resumed_at, generation.base)
-
-    def count_loss(self, generation: _Generation, resumed_at: int | None, saves_seen: bool) -> None:
-        first_ns, ended_ns = generation.first_step_ns, generation.ended_ns
-        assert first_ns is not None and ended_ns is not None
-        from_ns: int | None
-        if resumed_at is not None and generation.base is not None:
-            kept = resumed_at - generation.base
-            from_ns = generation.time_of_absolute(resumed_at)
-        elif generation.outcome in (Outcome.FINISHED, Outcome.RUNNING):
-            return
-        elif generation.checkpoints > 0:
-            kept = generation.checkpoint_step
-            from_ns = generation.time_of_step(kept)
-        elif saves_seen:
-            kept, from_ns = 0, first_ns
-        else:
-            generation.lost_ns = generation.lost_steps = None
-            self.move(generation.productive_ns, Bucket.PRODUCTIVE, Bucket.UNKNOWN)
-            self.unknown_work_ns += generation.productive_ns
-            generation.productive_ns = 0
-            return
-        lost_ns = 0 if from_ns is None else ended_ns - min(max(from_ns, first_ns), ended_ns)
-        generation.lost_ns = lost_ns
-        generation.lost_steps = max(0, generation.steps - max(0, kept))
-        generation.productive_ns -= lost_ns
-        self.move(lost_ns, Bucket.PRODUCTIVE, Bucket.LOST)
+            work, outcome = generation.work, generation.outcome
+            assert outcome is not None
+            generation.loss = loss_of(work, outcome, resumed_at=resumed_at, saves_seen=saves_seen[at])
+            if generation.loss.ns is None:
+                self.move(work.ns, Bucket.PRODUCTIVE, Bucket.UNKNOWN)
+                self.unknown_work_ns += work.ns
+            else:
+                self.move(generation.loss.ns, Bucket.PRODUCTIVE, Bucket.LOST)
+            if work.base is not None:
+                resumed_at = work.base if resumed_at is None else min(resumed_at, work.base)
 
 
 _HANDLERS = {
@@ -667,6 +467,10 @@ def _cut(values: object, limit: int = 64) -> tuple[str, ...]:
     return tuple(str(item)[:_MAX_TEXT] for item in items)
 
 
+def _seconds(ns: int | None) -> float | None:
+    return None if ns is None else ns / NS
+
+
 def _freeze_incident(incident: _Incident) -> Incident:
     verdict, generation = incident.verdict, incident.generation
     culprits = verdict.get("culprits")
@@ -681,8 +485,8 @@ def _freeze_incident(incident: _Incident) -> Incident:
         id=incident.id,
         generation=generation.number,
         wall_ns=incident.wall_ns,
-        at_s=incident.at_ns / _NS,
-        step=generation.steps,
+        at_s=incident.at_ns / NS,
+        step=generation.work.steps,
         trigger=_text(incident.trigger, "kind"),
         detail=_text(incident.trigger, "detail"),
         leaf=_text(verdict, "leaf"),
@@ -697,31 +501,31 @@ def _freeze_incident(incident: _Incident) -> Incident:
         injected=generation.injected,
         leftovers=incident.leftovers,
         recovered=incident.recovered,
-        detect_s=incident.phases[Bucket.DETECT] / _NS,
-        evidence_s=incident.phases[Bucket.EVIDENCE] / _NS,
-        kill_s=incident.phases[Bucket.KILL] / _NS,
-        backoff_s=incident.phases[Bucket.BACK_OFF] / _NS,
-        restart_s=incident.phases[Bucket.RESTART] / _NS,
-        init_s=None if incident.init_ns is None else incident.init_ns / _NS,
-        lost_work_s=None if generation.lost_ns is None else generation.lost_ns / _NS,
-        lost_steps=generation.lost_steps,
+        detect_s=incident.phases[Bucket.DETECT] / NS,
+        evidence_s=incident.phases[Bucket.EVIDENCE] / NS,
+        kill_s=incident.phases[Bucket.KILL] / NS,
+        backoff_s=incident.phases[Bucket.BACK_OFF] / NS,
+        restart_s=incident.phases[Bucket.RESTART] / NS,
+        init_s=_seconds(incident.init_ns),
+        lost_work_s=_seconds(generation.loss.ns),
+        lost_steps=generation.loss.steps,
     )
 
 
 def _freeze_generation(generation: _Generation) -> Generation:
-    assert generation.ended_ns is not None and generation.outcome is not None
-    first_ns, init_ns, lost_ns = generation.first_step_ns, generation.init_ns, generation.lost_ns
+    work, loss = generation.work, generation.loss
+    assert work.ended_ns is not None and generation.outcome is not None
     return Generation(
         number=generation.number,
         wall_ns=generation.wall_ns,
-        started_s=generation.started_ns / _NS,
-        init_s=None if init_ns is None else init_ns / _NS,
-        first_step_s=None if first_ns is None else first_ns / _NS,
-        ended_s=generation.ended_ns / _NS,
-        steps=generation.steps,
-        lost_steps=generation.lost_steps,
-        productive_s=generation.productive_ns / _NS,
-        lost_work_s=None if lost_ns is None else lost_ns / _NS,
+        started_s=generation.started_ns / NS,
+        init_s=_seconds(generation.init_ns),
+        first_step_s=_seconds(work.first_step_ns),
+        ended_s=work.ended_ns / NS,
+        steps=work.steps,
+        lost_steps=loss.steps,
+        productive_s=0.0 if loss.ns is None else (work.ns - loss.ns) / NS,
+        lost_work_s=_seconds(loss.ns),
         outcome=generation.outcome,
         incident_id=None if generation.incident is None else generation.incident.id,
     )

@@ -16,7 +16,7 @@ from closeranks.policy.hang_model import RankSample
 from closeranks.policy.waits import Wait
 from closeranks.progress import COLLECTIVE_SLOTS, WORLD_GROUP, Collective, Page
 
-__all__ = ["Hopeless", "Op", "hopeless", "needs_all", "waiting_ops"]
+__all__ = ["Hopeless", "Op", "hopeless", "needs_all", "pending", "waiting_ops", "waits_for"]
 
 _WORLD = "0"  # torch's name of the default group
 _WORLD_NAMES = frozenset({"", _WORLD, "default", "default_pg"})
@@ -29,7 +29,9 @@ _SYMMETRIC = frozenset(
         "all_gather_object", "monitored_barrier",
     }
 )  # fmt: skip
-_SAME_SIZE = frozenset({"all_reduce", "reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor"})
+_SAME_SIZE = frozenset(
+    {"all_reduce", "reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor"}
+)
 _SAME_DTYPE = _SAME_SIZE - {"broadcast"}
 # An exception leaves its collective's record open; further back than this such a record no longer counts.
 _OPEN_WITHIN = 16
@@ -164,9 +166,7 @@ def _came_with_another(op: Op, sample: RankSample) -> bool:
     return False
 
 
-def hopeless(
-    rank: int, op: Op, samples: Mapping[int, RankSample], world: frozenset[int]
-) -> Hopeless | None:
+def hopeless(rank: int, op: Op, samples: Mapping[int, RankSample], world: frozenset[int]) -> Hopeless | None:
     """Why ``op``, in which ``rank`` is, can't complete while the other ranks stay where they are.
 
     None if it may: all members have come, or one of them can't be seen, or it is between two ranks only
@@ -185,3 +185,12 @@ def hopeless(
     if not missing and not mismatched:
         return None
     return Hopeless(op, frozenset(missing), frozenset(mismatched))
+
+
+def waits_for(op: Op, other: int, samples: Mapping[int, RankSample], world: frozenset[int]) -> bool:
+    """Whether ``op`` may need ``other`` to come; also true where the group or what it did isn't known."""
+    members = _members(op, samples, world)
+    if members is not None and other not in members:
+        return False
+    newest = _entered(samples[other], op.group)
+    return newest is None or newest < op.seq

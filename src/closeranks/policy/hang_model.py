@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from closeranks.config import HangConfig
@@ -18,6 +19,7 @@ __all__ = [
     "JobSample",
     "Mark",
     "RankSample",
+    "Scene",
     "Track",
 ]
 
@@ -155,3 +157,32 @@ class HangState:
     desync_seen: bool = False
     held: tuple[Held, ...] = ()
     acted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """One moment, as the proofs look at it.
+
+    ``samples`` include details of earlier looks that still hold. ``letters``, ``detailed``: state letters,
+    or details, were read in this very sample.
+    """
+
+    tracks: Mapping[int, Track]
+    samples: Mapping[int, RankSample]
+    world_size: int
+    config: HangConfig
+    bound_s: float
+    letters: bool
+    detailed: bool
+
+    @property
+    def whole(self) -> bool:
+        """Whether every rank of the job is here; those of other nodes are not."""
+        return len(self.samples) == self.world_size
+
+    @property
+    def living(self) -> list[RankSample]:
+        return [sample for sample in self.samples.values() if sample.alive]
+
+    def quiet_s(self, rank: int) -> float:
+        return self.tracks[rank].quiet_s

@@ -15,11 +15,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from closeranks.evidence import ProcessFacts
+from closeranks.evidence import ProcessFacts, ThreadFacts
 
 __all__ = [
     "SyscallRecord",
     "Wait",
+    "at_rest",
     "blocked_forever",
     "can_wake_itself",
     "classify",
@@ -270,3 +271,30 @@ def blocked_forever(process: ProcessFacts) -> bool:
     if process.children and not process.child_waits:
         return False
     return not can_wake_itself([*(thread.wait for thread in process.threads), *process.child_waits])
+
+
+# Where a thread sleeps that waits for a lock or for a time, and not for data that may be on its way.
+_LOCK_OR_TIME = re.compile(r"futex_|.*n(ano)?sleep")
+
+
+def _rests(thread: ThreadFacts) -> bool:
+    return thread.wait in _INERT or (thread.wait == Wait.TIMED and bool(_LOCK_OR_TIME.match(thread.wchan)))
+
+
+def at_rest(process: ProcessFacts, *, main_forever: bool) -> bool:
+    """Whether no thread of the rank seems to work on anything: weaker than ``blocked_forever``.
+
+    Threads that wake up now and then (a progress bar's) count as resting; threads that compute, or wait for
+    a disk, a child or the network, don't. With ``main_forever`` the main thread must wait without a limit,
+    nothing else may have one but a gloo worker (its collective's), and there may be no children.
+    """
+    if process.state != "S" or process.tracer_pid != 0 or not process.threads:
+        return False
+    if not main_forever:
+        return all(_rests(thread) for thread in process.threads)
+    if process.threads[0].wait != Wait.FOREVER or process.children:
+        return False
+    return all(
+        thread.wait in _INERT or (thread.wait == Wait.TIMED and thread.name.startswith("pt_gloo_runloop"))
+        for thread in process.threads
+    )

@@ -35,11 +35,11 @@ class Order:
     """The ``go`` message and what came with it."""
 
     message: dict[str, Any]
+    socket: socket.socket
     stdout_fd: int
     stderr_fd: int
     pages_fd: int
     stacks_fd: int
-    socket: socket.socket
 
 
 def wait_for_order(sock: socket.socket) -> Order | None:
@@ -51,7 +51,7 @@ def wait_for_order(sock: socket.socket) -> Order | None:
     message, fds = received
     if message["type"] != "go" or len(fds) != _ORDER_FDS:
         return None
-    return Order(message, *fds, socket=sock)
+    return Order(message, sock, *fds)
 
 
 def _out_of_the_way(fd: int) -> int:

@@ -36,7 +36,7 @@ def prepare() -> None:
     _prepared = True
     patches = [
         *hooks_collectives.collective_wrappers(),
-        *hooks_training.function_patches(lambda: hooks_collectives.recorder()),
+        *hooks_training.function_patches(),
     ]
     _replace(patches)
     for owner, name, wrapper in hooks_training.class_patches():
@@ -80,7 +80,10 @@ def install(writer: PageWriter, control: ControlLine, faults: Sequence[Mapping[s
             raise UsageError(f"not a fault: {dict(fault)!r}")
         specs.append((number, parse_spec(text)))
     prepare()
-    injector = FaultInjector(specs, writer, control)
-    STATE.writer = writer
-    recorder = hooks_collectives.set_recorder()
-    STATE.activate(writer, control, injector, recorder.groups.world_seq, starter(control))
+    STATE.activate(
+        writer,
+        control,
+        FaultInjector(specs, writer, control),
+        lambda: hooks_collectives.Recorder(writer),
+        starter(control),
+    )

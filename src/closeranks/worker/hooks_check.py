@@ -20,12 +20,9 @@ from collections.abc import Mapping
 
 from closeranks.progress import DTYPES, OPS
 from closeranks.worker.hooks_state import ControlLine
-from closeranks.worker.page import PageWriter
+from closeranks.worker.page import PageWriter, Record
 
-__all__ = ["NeighbourCheck", "Record", "Site"]
-
-# group | op << 32 | dtype << 48, numel, step | line << 32, file key: PageWriter.record_words
-Record = tuple[int, int, int, int]
+__all__ = ["NeighbourCheck", "Site"]
 
 _LOCKSTEP_STEPS = 8  # with a step at every visit of the line, or at each but a few
 _LOCKSTEP_STEPS_SPARSE = 32  # with several steps between visits: then equal numbers may be chance
@@ -82,39 +79,49 @@ class Site:
 
 
 class NeighbourCheck:
-    """Compares this rank's collectives on the default group with those of its neighbours on the ring."""
+    """Compares this rank's collectives on the default group with those of other ranks.
+
+    Those are the ranks at distance 1, 2, 4, ...: the ones with which gloo's rings and trees exchange data.
+    """
 
     def __init__(
         self, writer: PageWriter, control: ControlLine, places: Mapping[tuple[int, int], Site]
     ) -> None:
         rank, size = writer.local_rank, writer.local_world_size
+        distances = [1 << bit for bit in range(size.bit_length()) if 1 << bit < size]
         self._writer = writer
         self._control = control
-        self._neighbours = tuple(sorted({(rank - 1) % size, (rank + 1) % size} - {rank}))
+        self._neighbours = tuple(
+            sorted({(rank + sign * distance) % size for distance in distances for sign in (1, -1)})
+        )
+        self._compared = [0] * size  # up to which of our positions, with each of them
         self._last: tuple[int, Record, Site, bool] | None = None
         self._places = places  # all sites of this process, by file key and line
         self._step_rule = True
         self._off = False
 
     def check(self, seq: int, mine: Record, site: Site, main_thread: bool) -> None:
-        """Compare our newest record with each neighbour's; on a proved mismatch say so and await the kill.
+        """Compare our newest record with the others'; on a proved mismatch say so and await the kill.
 
-        Where a neighbour isn't there yet, it will compare; we look at its previous one instead, so that both
+        Where another isn't there yet, it will compare; we look at its previous one instead, so that both
         sides learn what normal is.
         """
         if self._off:
             return
-        partner, words = self._writer.partner, self._writer.record_words
-        position = self._writer.world_position()
+        writer, compared, last = self._writer, self._compared, self._last
+        position = writer.world_position()
         for neighbour in self._neighbours:
-            found = partner(neighbour, position, seq)
-            if isinstance(found, tuple):
-                self._judge(neighbour, seq, mine, site, words(found[0]), main_thread)
-            elif found == -1 and self._last is not None:
-                last_seq, last, last_site, last_main = self._last
-                found = partner(neighbour, position - 1, last_seq)
-                if isinstance(found, tuple):
-                    self._judge(neighbour, last_seq, last, last_site, words(found[0]), last_main)
+            ahead = writer.world_position_of(neighbour) - position
+            if ahead >= 0:
+                theirs = writer.record_of(neighbour, position, seq)
+                if theirs is not None:
+                    compared[neighbour] = position
+                    self._judge(neighbour, seq, mine, site, theirs, main_thread)
+            elif ahead == -1 and last is not None and compared[neighbour] != position - 1:
+                theirs = writer.record_of(neighbour, position - 1, last[0])
+                if theirs is not None:
+                    compared[neighbour] = position - 1
+                    self._judge(neighbour, *last[:3], theirs, last[3])
         self._last = (seq, mine, site, main_thread)
 
     def _judge(

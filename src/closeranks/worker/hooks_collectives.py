@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ from torch.distributed import distributed_c10d as c10d
 from closeranks.progress import OPS
 from closeranks.worker.hooks_groups import Groups, GroupState, Sites, describe
 from closeranks.worker.hooks_state import STATE
-from closeranks.worker.page import P2P_OPS
+from closeranks.worker.page import P2P_OPS, PageWriter
 
-__all__ = ["Recorder", "collective_wrappers", "recorder", "set_recorder", "wrap_wait"]
+__all__ = ["Recorder", "collective_wrappers", "wrap_wait"]
 
 _compiling = torch.compiler.is_dynamo_compiling
 _ident = threading.get_ident
@@ -61,6 +62,12 @@ _FUNCTIONS: dict[str, tuple[str, str | None]] = {
     "isend": ("isend", "tensor"),
     "irecv": ("irecv", "tensor"),
 }
+# Those that go straight to C++. Any other may call some of these in turn, depending on torch's version.
+_LEAVES = frozenset(
+    ("all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all",
+     "barrier", "all_gather_single", "reduce_scatter_single", "all_to_all_single", "all_reduce_coalesced",
+     "isend", "irecv", "monitored_barrier")
+)  # fmt: skip
 # How far these move the count that is the same on all ranks, whatever they do to the backend's own.
 _CONSUMES = {"isend": 0, "irecv": 0, "batch_isend_irecv": 0, "monitored_barrier": 1}
 
@@ -72,10 +79,11 @@ class Call:
     name: str
     op: int
     p2p: bool
+    leaf: bool
+    batch: bool
     consumes: int | None
     tensor: str
     tensor_at: int
-    group: str
     group_at: int
 
 
@@ -88,71 +96,58 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], name: str, at: int)
 class Recorder:
     """Takes down what the wrappers see. One per process, made when the hooks are activated."""
 
-    def __init__(self) -> None:
-        self._writer = STATE.writer
-        self.sites = Sites(STATE.writer)
-        self.groups = Groups(STATE.writer, self.sites)
-        self._pending: dict[int, tuple[weakref.ref[Any], int]] = {}
+    def __init__(self, writer: PageWriter) -> None:
+        self._writer = writer
+        self.sites = Sites(writer)
+        self.groups = Groups(writer, self.sites)
+        self.inside: set[int] = set()  # threads in a call that is made of other recorded calls
+        self.pending: dict[int, tuple[weakref.ref[Any], int]] = {}  # asynchronous ones, by id of their Work
 
     def group_of(
         self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[GroupState, Any] | None:
         """The group a call is for; None if it will issue nothing."""
-        if call.name == "batch_isend_irecv":
+        if call.batch:
             ops = _argument(args, kwargs, "p2p_op_list", 0)
             return self.groups.get(ops[0].group if ops else None)
-        return self.groups.get(_argument(args, kwargs, call.group, call.group_at))
+        return self.groups.get(_argument(args, kwargs, "group", call.group_at))
 
     def enter(
-        self, call: Call, state: GroupState, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        call: Call,
+        found: tuple[GroupState, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frame: FrameType,
     ) -> int:
         """Record the call as entered; where it can be compared with the neighbours', do that."""
-        dtype, numel = describe(_argument(args, kwargs, call.tensor, call.tensor_at))
+        state, group = found
+        at = call.tensor_at
+        if at < 0:
+            dtype = numel = 0
+        else:
+            dtype, numel = describe(args[at] if len(args) > at else kwargs.get(call.tensor))
         seq: int = group._get_sequence_number_for_group() - state.offset + 1
-        site = self.sites.find(_getframe(2))
+        site = self.sites.find(frame)
         writer = self._writer
         token = writer.collective_enter(seq, state.key, call.op, dtype, numel, site.file_key, site.line)
         check = state.check
         if check is not None and not call.p2p:
             kind = call.op << 32 | dtype << 48
-            check.check(
-                seq,
-                (kind, numel, writer.step | site.line << 32, site.file_key),
-                site,
-                _ident() == STATE.main_ident,
-            )
+            record = (kind, numel, writer.step | site.line << 32, site.file_key)
+            check.check(seq, record, site, _ident() == STATE.main_ident)
         return token
 
     def remember(self, result: Any, token: int) -> None:
         """Keep which record an asynchronous call belongs to, until it is waited for."""
         if isinstance(result, _Work):
-            if len(self._pending) >= _MAX_PENDING:
-                self._pending.clear()  # a script that never waits
-            self._pending[id(result)] = weakref.ref(result), token
+            if len(self.pending) >= _MAX_PENDING:
+                self.pending.clear()  # a script that never waits
+            self.pending[id(result)] = weakref.ref(result), token
         elif type(result) is list:
             for work in result[:64]:
                 if isinstance(work, _Work):
                     self.remember(work, token)
-
-    def recall(self, work: Any) -> int | None:
-        """The record of a call that is waited for now; None if it came from elsewhere."""
-        pending = self._pending.pop(id(work), None)
-        return pending[1] if pending is not None and pending[0]() is work else None
-
-
-_recorder: Recorder
-
-
-def set_recorder() -> Recorder:
-    """Make the recorder of this process; after ``STATE.writer`` is set, before ``STATE.active`` is."""
-    global _recorder
-    _recorder = Recorder()
-    return _recorder
-
-
-def recorder() -> Recorder:
-    """The recorder of this process; only while ``STATE.active``."""
-    return _recorder
 
 
 # What the hook's own part may run into: a page that was unmapped or numbers it can't hold, a backend without
@@ -161,58 +156,74 @@ _HOOK_ERRORS = (ValueError, struct.error, RuntimeError, AttributeError, TypeErro
 
 
 def _wrap(original: Callable[..., Any], call: Call) -> Callable[..., Any]:
-    countable = not call.p2p and call.consumes is None
+    """Around a call that issues one collective, or several as one."""
+    issue = original if call.leaf else _guarded(original)
+    ordered = not call.p2p and call.consumes is None
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _compiling() or not STATE.active:
+        if _compiling():
             return original(*args, **kwargs)
-        ident = _ident()
-        inside = STATE.open_threads
-        if ident in inside:
+        recorder = STATE.recorder
+        if recorder is None or (recorder.inside and _ident() in recorder.inside):
             return original(*args, **kwargs)
-        taking = _recorder
         try:
-            found = taking.group_of(call, args, kwargs)
+            found = recorder.group_of(call, args, kwargs)
         except _HOOK_ERRORS:
             found = None
         if found is None:
             return original(*args, **kwargs)
-        state, group = found
-        injector = STATE.injector
-        if injector is not None and countable and state.is_world:
+        injector = STATE.injector if ordered and found[0].is_world else None
+        if injector is not None:
             injector.poll()
             if injector.tampers:
                 return injector.tamper(call.name, wrapper, args, kwargs)
-        inside.add(ident)
-        token = -1
-        done = False
         try:
-            try:
-                token = taking.enter(call, state, group, args, kwargs)
-            except _HOOK_ERRORS as error:
-                _give_up(error)
-            result = original(*args, **kwargs)
-            done = True
-        finally:
-            inside.discard(ident)
-            if token >= 0:
-                _finish(token, done)
-        if result is not None and token >= 0:
-            taking.remember(result, token)
-        if injector is not None and countable and state.is_world:
+            token = recorder.enter(call, found, args, kwargs, _getframe(1))
+        except _HOOK_ERRORS as error:
+            _give_up(error)
+            return original(*args, **kwargs)
+        try:
+            result = issue(*args, **kwargs)
+        except BaseException:
+            _finish(token, failed=True)
+            raise
+        try:
+            STATE.writer.collective_exit(token)
+        except ValueError as error:
+            _give_up(error)
+        if result is not None:
+            recorder.remember(result, token)
+        if injector is not None:
             injector.collective_done(call.name)
         return result
 
     return wrapper
 
 
-def _finish(token: int, done: bool) -> None:
+def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Around the inside of a call that is made of others we know: it is recorded, they aren't."""
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        recorder = STATE.recorder
+        if recorder is None:
+            return original(*args, **kwargs)
+        ident = _ident()
+        recorder.inside.add(ident)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            recorder.inside.discard(ident)
+
+    return guarded
+
+
+def _finish(token: int, failed: bool) -> None:
     try:
-        if done:
-            STATE.writer.collective_exit(token)
-        else:
+        if failed:
             STATE.writer.collective_failed(token)
+        else:
+            STATE.writer.collective_exit(token)
     except ValueError as error:
         _give_up(error)
 
@@ -221,18 +232,19 @@ def _give_up(error: Exception) -> None:
     STATE.disable(f"a collective could not be recorded: {type(error).__name__}: {error}")
 
 
-def _wrap_shifting(original: Callable[..., Any], call: Call) -> Callable[..., Any]:
+def _wrap_shifting(
+    original: Callable[..., Any], recorded: Callable[..., Any], call: Call
+) -> Callable[..., Any]:
     """For calls that move the backend's sequence number by an amount of their own: take that out again."""
-    recorded = _wrap(original, call)
-    assert call.consumes is not None
-    consumes = call.consumes
+    consumes = call.consumes or 0
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _compiling() or not STATE.active:
+        recorder = None if _compiling() else STATE.recorder
+        if recorder is None:
             return original(*args, **kwargs)
         try:
-            found = _recorder.group_of(call, args, kwargs)
+            found = recorder.group_of(call, args, kwargs)
             before = found[0].raw(found[1]) - found[0].offset if found is not None else 0
         except _HOOK_ERRORS:
             found = None
@@ -253,26 +265,23 @@ def wrap_wait(original: Callable[..., Any]) -> Callable[..., Any]:
     # it a Python subclass of Work that inherits ``wait`` would recurse for ever.
     @functools.wraps(original)
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _compiling() or not STATE.active:
+        recorder = None if _compiling() else STATE.recorder
+        pending = recorder.pending.pop(id(self), None) if recorder is not None else None
+        if pending is None or pending[0]() is not self:
             return original(self, *args, **kwargs)
-        ident = _ident()
-        inside = STATE.open_threads
-        if ident in inside:
-            return original(self, *args, **kwargs)
-        token = _recorder.recall(self)
-        inside.add(ident)
+        token = pending[1]
         try:
             STATE.writer.wait_enter(token)
         except ValueError as error:
             _give_up(error)
-        try:
             return original(self, *args, **kwargs)
-        finally:
-            inside.discard(ident)
-            try:
-                STATE.writer.wait_exit(token)
-            except ValueError as error:
-                _give_up(error)
+        try:
+            result = original(self, *args, **kwargs)
+        except BaseException:
+            _finish(token, failed=True)
+            raise
+        _finish(token, failed=False)
+        return result
 
     return wait
 
@@ -289,11 +298,16 @@ def collective_wrappers() -> Iterator[tuple[str, Callable[..., Any], Callable[..
             name=name,
             op=op,
             p2p=op in P2P_OPS,
-            consumes=_CONSUMES.get(name),
+            leaf=function in _LEAVES,
+            batch=function == "batch_isend_irecv",
+            consumes=_CONSUMES.get(function),
             tensor=tensor or "",
             tensor_at=parameters.index(tensor) if tensor in parameters else -1,
-            group="group",
             group_at=parameters.index("group") if "group" in parameters else -1,
         )
-        wrap = _wrap if call.consumes is None else _wrap_shifting
-        yield function, original, wrap(original, call)
+        wrapper = _wrap(original, call)
+        yield (
+            function,
+            original,
+            wrapper if call.consumes is None else _wrap_shifting(original, wrapper, call),
+        )

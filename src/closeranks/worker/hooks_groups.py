@@ -79,22 +79,20 @@ class Groups:
         self._sites = sites
         self._world: GroupState | None = None
         self._others: dict[int, GroupState] = {}
+        self._coalescing = c10d._world.pg_coalesce_state
 
     def get(self, group: Any) -> tuple[GroupState, Any] | None:
         """State and object of a collective's ``group`` argument; None where nothing will be issued on it."""
-        world = c10d._world
-        if world.pg_coalesce_state:
+        if self._coalescing:
             return None  # only collected now; issued as one from C++ later
-        default = world.default_pg
-        if group is None:
-            group = default
-        if group is default:
-            if group is None:
+        default = c10d._world.default_pg
+        if group is None or group is default:
+            if default is None:
                 return None  # not initialised: torch will say so
             state = self._world
-            if state is None or state.group() is not group:
-                state = self._world = self._make_world(group)
-            return state, group
+            if state is None or state.group() is not default:
+                state = self._world = self._make_world(default)
+            return state, default
         state = self._others.get(id(group))
         if state is None or state.group() is not group:
             if not isinstance(group, dist.ProcessGroup):

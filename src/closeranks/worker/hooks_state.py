@@ -11,6 +11,7 @@ from closeranks.progress import Phase
 
 if TYPE_CHECKING:
     from closeranks.worker.faults import FaultInjector
+    from closeranks.worker.hooks_collectives import Recorder
     from closeranks.worker.page import PageWriter, PhaseToken
 
 __all__ = ["STATE", "ControlLine", "HookState"]
@@ -43,7 +44,7 @@ class HookState:
 
     __slots__ = (
         "active", "control", "dcp_saves", "faults", "injector", "main_ident", "main_optimizer",
-        "open_threads", "optimizer_phase", "optimizer_seen", "script_steps", "start_evidence", "why_off",
+        "optimizer_phase", "optimizer_seen", "recorder", "script_steps", "start_evidence", "why_off",
         "world_begun", "world_seq", "writer",
     )  # fmt: skip
 
@@ -54,6 +55,7 @@ class HookState:
     def __init__(self) -> None:
         self.active = False
         self.control: ControlLine = _Nowhere()
+        self.recorder: Recorder | None = None  # None: collectives pass straight through
         self.faults: FaultInjector | None = None
         self.injector: FaultInjector | None = None  # ``faults`` while it has anything to do
         self.why_off = "not installed"
@@ -63,7 +65,6 @@ class HookState:
 
     def _reset(self) -> None:
         self.main_ident = threading.main_thread().ident or 0
-        self.open_threads: set[int] = set()  # threads inside a recorded collective
         self.main_optimizer = None
         self.optimizer_phase = None
         self.optimizer_seen = False
@@ -76,29 +77,32 @@ class HookState:
         writer: PageWriter,
         control: ControlLine,
         faults: FaultInjector | None,
-        world_seq: Callable[[], int],
+        make_recorder: Callable[[], Recorder],
         start_evidence: Callable[[], None],
     ) -> None:
         """From now on the hooks write to ``writer`` and speak to ``control``."""
         self._reset()
         self.writer, self.control, self.faults = writer, control, faults
         self.injector = None if faults is None or faults.idle else faults
-        self.world_seq, self.start_evidence = world_seq, start_evidence
+        self.start_evidence = start_evidence
+        recorder = make_recorder()  # now that there is a line for it to speak to
+        self.world_seq = recorder.groups.world_seq
         self.why_off = ""
+        self.recorder = recorder
         self.active = True
 
     def disable(self, why: str) -> None:
         """Stop all hooks of this process: a page that can't be written must not stop the training."""
         if self.active:
-            self.active = False
+            self.active, self.recorder = False, None
             self.why_off = why
             self.control.send({"type": "hooks_off", "why": why[:500]})
 
     def in_child(self) -> None:
         """After a fork: we aren't the rank, so we neither write its page nor speak for it."""
         was_active, self.active = self.active, False
+        self.recorder = None
         self.control, self.injector, self.faults = _Nowhere(), None, None
-        self.open_threads = set()
         if was_active:
             self.why_off = "forked from the rank"
             self.writer.detach()

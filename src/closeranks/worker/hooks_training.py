@@ -18,7 +18,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import dataloader
 
 from closeranks.progress import Phase
-from closeranks.worker.hooks_collectives import Recorder
 from closeranks.worker.hooks_state import STATE
 from closeranks.worker.page import PhaseToken
 
@@ -284,13 +283,14 @@ def _wrap_init(original: Function) -> Function:
     return wrapper
 
 
-def _wrap_new_group(original: Function, recorder: Callable[[], Recorder]) -> Function:
+def _wrap_new_group(original: Function) -> Function:
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         group = original(*args, **kwargs)
-        if STATE.active and isinstance(group, c10d.ProcessGroup):
+        recorder = STATE.recorder
+        if recorder is not None and isinstance(group, c10d.ProcessGroup):
             try:
-                recorder().groups.register(group)
+                recorder.groups.register(group)
             except ValueError as error:
                 _off(error)
         return group
@@ -298,13 +298,13 @@ def _wrap_new_group(original: Function, recorder: Callable[[], Recorder]) -> Fun
     return wrapper
 
 
-def function_patches(recorder: Callable[[], Recorder]) -> Iterator[tuple[str, Function, Function]]:
+def function_patches() -> Iterator[tuple[str, Function, Function]]:
     """(name, original, wrapper) of functions, to be replaced in every module that has them by that name."""
     yield "init_process_group", c10d.init_process_group, _wrap_init(c10d.init_process_group)
     for name in ("new_group", "split_group"):
         original = getattr(c10d, name, None)
         if original is not None:
-            yield name, original, _wrap_new_group(original, recorder)
+            yield name, original, _wrap_new_group(original)
     yield "backward", torch.autograd.backward, _within(Phase.BACKWARD, torch.autograd.backward)
     yield "save", torch.save, _wrap_save(torch.save)
     yield "load", torch.load, _within(Phase.CHECKPOINT, torch.load)

@@ -1,8 +1,8 @@
 """Writes this rank's progress page (layout: closeranks.progress), and reads its neighbours'.
 
-Everything here is on the training's path, so it does as little as Python lets it: fields are native 64-bit
-stores through a memoryview (one ``mov`` each, where ``struct`` with ``<`` stores byte by byte), counters
-live in Python integers and are never read back from the page.
+Everything here is on the training's path, so it does as little as Python lets it: fields are native stores
+through a memoryview (one ``mov`` each, where ``struct`` with ``<`` stores byte by byte; ``L`` converts large
+integers in half the time that ``Q`` does), counters live in Python integers and are never read back.
 
 A record is written before the head that makes it visible, so a reader never takes an unfinished one.
 """
@@ -38,17 +38,19 @@ from closeranks.progress import (
     key_of,
 )
 
-__all__ = ["P2P_OPS", "PageWriter", "PhaseToken"]
+__all__ = ["P2P_OPS", "PageWriter", "PhaseToken", "Record"]
 
 assert sys.byteorder == "little", "the progress page is little-endian and written with native stores"
 
 # Calls between two ranks: they have no place in the order of a group's collectives.
 P2P_OPS = frozenset(OPS.index(name) for name in ("send", "recv", "batch_isend_irecv", "isend", "irecv"))
 
-_NATIVE_COLLECTIVE = struct.Struct("@QIHHQIIIIQ")  # COLLECTIVE's layout, stored a field at a time
+_NATIVE_COLLECTIVE = struct.Struct("@LIHHLIIIIL")  # COLLECTIVE's layout, stored a field at a time
 assert _NATIVE_COLLECTIVE.size == COLLECTIVE.size
+_RECORD_BYTES = COLLECTIVE.size
+_STATE_AT = 9  # of a record's u32s
 
-# All in 64-bit words from the start of the page.
+# In 64-bit words from the start of the page, but where said.
 _PAGE_WORDS = PAGE_BYTES // 8
 _RECORD_WORDS = COLLECTIVE.size // 8
 _STEP_WORDS = STEP.size // 8
@@ -62,17 +64,18 @@ _STEP, _STEP_NS = Field.STEP // 8, Field.STEP_NS // 8
 _PHASE, _PHASE_NS = Field.PHASE // 8, Field.PHASE_NS // 8
 _IN_COLLECTIVE, _WORLD_SEQ = Field.IN_COLLECTIVE // 8, Field.WORLD_SEQ // 8
 _COLLECTIVES, _STEP_HEAD = Field.COLLECTIVES // 8, Field.STEPS // 8
-_WORLD_HEAD = Field.WORLD_HEAD // 8
+_WORLD_POSITION, _WORLD_PLACE = Field.WORLD_POSITION // 4, Field.WORLD_PLACE // 4  # in u32s
 _USER_BYTES = 32
 
 _U64 = 2**64 - 1
 _U32 = 2**32 - 1
 _ENTERED, _DONE = 1, 2
-_POSITION_BITS, _EPOCH_BITS = 24, 56
-_POSITION = (1 << _POSITION_BITS) - 1
+_EPOCH_BITS = 24
 _FAR = 100  # a partner's record further back may be overwritten while we read it
 
 PhaseToken = tuple[int, str]
+# group | op << 32 | dtype << 48, numel, step | line << 32, file key
+Record = tuple[int, int, int, int]
 
 
 class PageWriter:
@@ -113,7 +116,8 @@ class PageWriter:
 
     def _map(self, view: memoryview) -> None:
         whole = view.cast("B")[: PAGE_BYTES * self.local_world_size]
-        self._words = whole.cast("Q")
+        self._words = whole.cast("L")
+        assert self._words.itemsize == 8
         self._u32 = whole.cast("I")
         self._bytes = whole
         self._base = self.local_rank * _PAGE_WORDS
@@ -227,7 +231,7 @@ class PageWriter:
     def begin_world(self) -> None:
         """A default process group is about to be made: records of an older one have no partners any more."""
         self._world = ((self._world >> _EPOCH_BITS) + 1 & 0xFF) << _EPOCH_BITS
-        self._words[self._base + _WORLD_HEAD] = self._world
+        self._u32[self._base * 2 + _WORLD_POSITION] = self._world
 
     def init_done(self) -> None:
         """``init_process_group`` has returned."""
@@ -246,45 +250,43 @@ class PageWriter:
         token = self._collectives
         now = self._now()
         self._pack(
-            self._bytes, self._ring_byte + (token & _RING_MASK) * 48,
-            seq, group_key, op, dtype, numel, self.step & _U32, line, file_key, _ENTERED, now,
+            self._bytes, self._ring_byte + (token & _RING_MASK) * _RECORD_BYTES,
+            seq, group_key, op, dtype, numel, self.step, line, file_key, _ENTERED, now,
         )  # fmt: skip
-        self._collectives = head = token + 1
-        words[base + _COLLECTIVES] = head
-        if group_key == WORLD_GROUP and op not in P2P_OPS:
-            self._world = world = (self._world & ~_POSITION) + (1 << _POSITION_BITS) | token & _POSITION
-            words[base + _WORLD_HEAD] = world
+        self._collectives = words[base + _COLLECTIVES] = token + 1
+        if not group_key and op not in P2P_OPS:
+            u32 = self._u32
+            u32[base * 2 + _WORLD_PLACE] = token & _U32
+            self._world = u32[base * 2 + _WORLD_POSITION] = self._world + 1 & _U32
             words[base + _WORLD_SEQ] = seq - 1
         self._open += 1
         words[base + _IN_COLLECTIVE] = 1
-        self._ticks = ticks = self._ticks + 1
-        words[base + _TICKS] = ticks
+        self._ticks = words[base + _TICKS] = self._ticks + 1
         words[base + _TICK_NS] = now
         return token
 
-    def _leave(self) -> None:
-        words, base = self._words, self._base
-        self._open = open_ = self._open - 1 if self._open > 0 else 0
-        if not open_:
-            words[base + _IN_COLLECTIVE] = 0
-        self._ticks = ticks = self._ticks + 1
-        words[base + _TICKS] = ticks
-        words[base + _TICK_NS] = self._now()
-
     def collective_exit(self, token: int) -> None:
         """The call has returned: the collective is done, or under way if it was asynchronous."""
-        if self._collectives - token <= COLLECTIVE_SLOTS:
-            self._u32[(self._base + _RING + (token & _RING_MASK) * _RECORD_WORDS) * 2 + 9] = _DONE
-        self._leave()
+        words, base = self._words, self._base
+        if self._collectives - token <= COLLECTIVE_SLOTS:  # else the slot is a later record's by now
+            self._u32[(base + _RING + (token & _RING_MASK) * _RECORD_WORDS) * 2 + _STATE_AT] = _DONE
+        self._open = left = self._open - 1
+        if left <= 0:
+            self._open = words[base + _IN_COLLECTIVE] = 0
+        self._ticks = words[base + _TICKS] = self._ticks + 1
+        words[base + _TICK_NS] = self._now()
 
     def collective_failed(self, token: int) -> None:
         """The call has raised: its record stays open for good, but nobody is inside it any more."""
-        self._leave()
+        self._open = max(self._open - 1, 0)
+        if not self._open:
+            self._words[self._base + _IN_COLLECTIVE] = 0
+        self.tick()
 
     def wait_enter(self, token: int | None) -> None:
         """About to wait for an asynchronous collective; ``token`` is that of its record, where known."""
         if token is not None and self._collectives - token <= COLLECTIVE_SLOTS:
-            self._u32[(self._base + _RING + (token & _RING_MASK) * _RECORD_WORDS) * 2 + 9] = _ENTERED
+            self._u32[(self._base + _RING + (token & _RING_MASK) * _RECORD_WORDS) * 2 + _STATE_AT] = _ENTERED
         self._open += 1
         self._words[self._base + _IN_COLLECTIVE] = 1
         self.tick()
@@ -294,55 +296,56 @@ class PageWriter:
         if token is not None:
             self.collective_exit(token)
         else:
-            self._leave()
+            self.collective_failed(0)
 
     # --- neighbours ---------------------------------------------------------------------------------
 
-    def world_position(self, behind: int = 0) -> int:
+    def world_position(self) -> int:
         """How often the default group was made, and its collectives since: comparable between ranks.
 
-        ``behind`` counts back from the newest. Two ranks' records match in time only if this is equal.
+        Two ranks' records can be of the same collective only where this is equal.
         """
-        return (self._world >> _POSITION_BITS) - behind
+        return self._world
 
-    def partner(self, local_rank: int, position: int, seq: int) -> tuple[int, int] | int:
-        """Where a neighbour's record of the default group's collective at ``position`` is.
+    def world_position_of(self, local_rank: int) -> int:
+        """A neighbour's ``world_position()``."""
+        position: int = self._u32[local_rank * _PAGE_WORDS * 2 + _WORLD_POSITION]
+        return position
 
-        Returns its place (in words, into ``record_words``) and how many such records the neighbour has made
-        since; or, where there is no such record to read, that number alone: negative if it is behind.
+    def record_of(self, local_rank: int, position: int, seq: int) -> Record | None:
+        """A neighbour's record at ``position``; None if it isn't there, not any more, or not at ``seq``.
+
+        The order of both ranks' Python calls and torch's own count must agree. Where they don't, something
+        that can't be seen from here (calls from C++ between two ranks) has moved one of them, and nothing
+        follows from a difference.
         """
         words = self._words
         base = local_rank * _PAGE_WORDS
-        head = words[base + _WORLD_HEAD]
-        ahead = (head >> _POSITION_BITS) - position
-        if ahead < 0 or ahead > _FAR:
-            return ahead
-        at = head & _POSITION
-        for _ in range(_FAR):
+        ahead = self._u32[base * 2 + _WORLD_POSITION] - position
+        if not 0 <= ahead <= _FAR:
+            return None
+        # Read after the position, which is written after it: at worst it is of a newer record, whose sequence
+        # number then tells.
+        at = self._u32[base * 2 + _WORLD_PLACE]
+        slot = base + _RING + (at & _RING_MASK) * _RECORD_WORDS
+        for _ in range(_FAR if ahead else 0):
+            at -= 1
             slot = base + _RING + (at & _RING_MASK) * _RECORD_WORDS
             kind = words[slot + 1]
             if kind & _U32 == WORLD_GROUP and kind >> 32 & 0xFFFF not in P2P_OPS:
+                ahead -= 1
                 if not ahead:
                     break
-                ahead -= 1
-            at -= 1
-        else:
-            return ahead
-        # The order of both ranks' Python calls and torch's own count must agree; if they don't, something
-        # we can't see (calls from C++ between two ranks) has moved one of them, and nothing follows.
-        return (slot, (head >> _POSITION_BITS) - position) if words[slot] == seq else ahead
-
-    def record_words(self, slot: int) -> tuple[int, int, int, int]:
-        """The record at a place: group | op << 32 | dtype << 48, numel, step | line << 32, file key."""
-        words = self._words
+        if ahead or words[slot] != seq:
+            return None
         return words[slot + 1], words[slot + 2], words[slot + 3], words[slot + 4] & _U32
 
     def neighbour_record(self, local_rank: int, seq: int) -> tuple[int, int, int, int, int, int] | None:
         """A neighbour's (op, dtype, numel, step, line, file key) where we are; None: not there yet."""
-        found = self.partner(local_rank, self.world_position(), seq)
-        if isinstance(found, int):
+        found = self.record_of(local_rank, self.world_position(), seq)
+        if found is None:
             return None
-        kind, numel, step_line, file_key = self.record_words(found[0])
+        kind, numel, step_line, file_key = found
         return kind >> 32 & 0xFFFF, kind >> 48, numel, step_line & _U32, step_line >> 32, file_key
 
     def flag_desync(self, neighbour: int, seq: int) -> None:

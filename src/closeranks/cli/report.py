@@ -1,0 +1,167 @@
+"""``closeranks report``: where the time of a run went, what interrupted it, and how much of it counted."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from closeranks.errors import CloseranksError, JournalError
+
+if TYPE_CHECKING:
+    from closeranks.controller.journal import Record
+    from closeranks.goodput.fold import RunSummary
+
+__all__ = ["HELP", "configure", "main"]
+
+HELP = "where the time of a run went: generations, incidents, causes, ETTR"
+
+_LISTED = 20  # newest runs that --list opens
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add this verb's arguments."""
+    parser.add_argument(
+        "run",
+        nargs="?",
+        default="latest",
+        metavar="RUN",
+        help="a run's id, its unique beginning, its directory, or latest (the default)",
+    )
+    parser.add_argument(
+        "--runs-dir",
+        default="closeranks-runs",
+        metavar="DIR",
+        help="where `closeranks run` keeps its runs (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead")
+    parser.add_argument("--list", action="store_true", help="list the runs instead, newest first")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Exit code 0, or 2 where there is no such run or its journal can't be read."""
+    try:
+        text = _list(args) if args.list else _report(args)
+    except CloseranksError as error:
+        print(_printable(f"closeranks report: {error}", sys.stderr.encoding), file=sys.stderr)
+        return error.exit_code
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `| head` has seen enough; keep the interpreter from complaining at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _report(args: argparse.Namespace) -> str:
+    # Imported here: `closeranks report --help` needs none of it.
+    from closeranks.controller.runs import find_run
+    from closeranks.goodput.report import render, to_json
+
+    summary = _summary(find_run(args.run, args.runs_dir))
+    if args.json:
+        return json.dumps(to_json(summary), indent=2)
+    encoding = sys.stdout.encoding or "ascii"
+    text = render(
+        summary,
+        width=shutil.get_terminal_size((100, 24)).columns,
+        colour=_wants_colour(),
+        ascii_only=not _can_draw(encoding),
+    )
+    return _printable(text.rstrip("\n"), encoding)
+
+
+def _summary(run: Path) -> RunSummary:
+    from closeranks.controller.journal import read, writer_alive
+    from closeranks.controller.runs import JOURNAL_NAME
+    from closeranks.goodput.fold import fold
+
+    path = run / JOURNAL_NAME
+    live = writer_alive(path)  # asked first: a run that ends while we read has then its last record
+    damage: list[str] = []
+    summary = fold(_tolerant(read(path), damage), job=run.resolve().name, live=live)
+    return dataclasses.replace(summary, notes=(*summary.notes, *damage))
+
+
+def _tolerant(records: Iterable[Record], damage: list[str]) -> Iterator[Record]:
+    """All records up to where the journal is damaged, if it is; half a report is better than none."""
+    try:
+        yield from records
+    except JournalError as error:
+        damage.append(f"{error}: what followed is missing here.")
+
+
+def _list(args: argparse.Namespace) -> str:
+    from closeranks.controller.runs import list_runs
+
+    runs = list_runs(args.runs_dir)[::-1]
+    rows = [_row(run) for run in runs[:_LISTED]]
+    if args.json:
+        listed = [*rows, *({"job": run.name, "path": str(run)} for run in runs[_LISTED:])]
+        return json.dumps({"schema": 1, "runs": listed}, indent=2)
+    if not rows:
+        return f"no runs under {Path(args.runs_dir).absolute()}"
+    return "\n".join(_listing(rows, len(runs) - len(rows)))
+
+
+def _row(run: Path) -> dict[str, Any]:
+    row: dict[str, Any] = {"job": run.name, "path": str(run)}
+    try:
+        summary = _summary(run)
+    except CloseranksError as error:
+        return {**row, "error": str(error)}
+    return {
+        **row,
+        "outcome": summary.outcome.value,
+        "exit_code": summary.exit_code,
+        "elapsed_s": summary.elapsed_s,
+        "incidents": len(summary.incidents),
+        "ettr": summary.ettr,
+        "ettr_max": summary.ettr_max,
+    }
+
+
+def _listing(rows: list[dict[str, Any]], hidden: int) -> Iterator[str]:
+    from closeranks.goodput.report import duration, percent
+
+    width = max(len(row["job"]) for row in rows)
+    yield f"{'run':<{width}}  {'outcome':<11}  {'time':>12}  {'incidents':>9}  {'ETTR':>8}"
+    for row in rows:
+        if "error" in row:
+            yield f"{row['job']:<{width}}  unreadable"
+            continue
+        low, high = row["ettr"], row["ettr_max"]
+        ettr = "" if low is None else percent(low) if low == high else f">{percent(low)}"
+        yield (
+            f"{row['job']:<{width}}  {row['outcome']:<11}  {duration(row['elapsed_s']):>12}  "
+            f"{row['incidents']:>9,}  {ettr:>8}"
+        )
+    if hidden:
+        yield f"and {hidden:,} older"
+
+
+def _wants_colour() -> bool:
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or (sys.stdout.isatty() and os.environ.get("TERM") != "dumb")
+
+
+def _can_draw(encoding: str) -> bool:
+    try:
+        "█▓▒░·…".encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def _printable(text: str, encoding: str | None) -> str:
+    """Without what the encoding can't say (a path of undecodable bytes, for one)."""
+    with contextlib.suppress(LookupError):
+        return text.encode(encoding or "ascii", "replace").decode(encoding or "ascii")
+    return text.encode("ascii", "replace").decode("ascii")
