@@ -68,11 +68,8 @@ def digest(model: nn.Module) -> str:
     return sha256.hexdigest()
 
 
-def main() -> None:
-    args = parse_args()
-    dist.init_process_group("gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-
+def train(args: argparse.Namespace, rank: int, world_size: int) -> nn.Module:
+    """Train to ``args.steps`` from wherever the checkpoint is, and return the model."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(FEATURES, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1)
@@ -101,8 +98,16 @@ def main() -> None:
             print(f"step {step} loss {mean_loss.item():.6f}", flush=True)
         if rank == 0 and (step % args.checkpoint_every == 0 or step == args.steps):
             save(args.checkpoint, step, model, optimizer)
+    return model
 
-    if rank == 0:
+
+def main() -> None:
+    args = parse_args()
+    dist.init_process_group("gloo")
+    # In a function of its own, so that DDP is gone before its process group: the other way round, torch
+    # joins gloo's threads while it holds the GIL, and now and then they want that very lock.
+    model = train(args, dist.get_rank(), dist.get_world_size())
+    if dist.get_rank() == 0:
         print(f"parameters sha256 {digest(model)}", flush=True)
     dist.destroy_process_group()
 

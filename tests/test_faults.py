@@ -138,5 +138,5 @@ def test_every_kind_is_described_and_has_a_side(kind):
 
 
 def test_tampering_is_a_rank_s_own():
-    assert TAMPER_KINDS == {"skip", "dtype", "size", "op"}
+    assert {"skip", "dtype", "size", "op"} == TAMPER_KINDS
     assert not TAMPER_KINDS & AGENT_KINDS

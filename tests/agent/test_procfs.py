@@ -18,28 +18,29 @@ import pytest
 
 from closeranks.agent import procfs
 from closeranks.evidence import ProcessFacts
-from closeranks.policy.waits import Wait, blocked_forever
+from closeranks.policy.waits import Wait, at_rest, blocked_forever
 
 DEADLINE_S = 20.0
 
 
-def until(check, what: str):
-    deadline = time.monotonic() + DEADLINE_S
+def until(check, what: str, deadline_s: float = DEADLINE_S):
+    deadline = time.monotonic() + deadline_s
     while True:
         value = check()
         if value:
             return value
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {what}"
+        assert time.monotonic() < deadline, f"waited {deadline_s} s for {what}"
         time.sleep(0.01)
 
 
 @contextlib.contextmanager
-def child(code: str, **options) -> Iterator[int]:
+def child(code: str, *, args: tuple[str, ...] = (), threads: int = 1, **options) -> Iterator[int]:
     """A Python process that runs ``code`` after saying that it is about to; its whole group dies after."""
     options.setdefault("stdin", subprocess.DEVNULL)
+    options.setdefault("env", {**os.environ, "OMP_NUM_THREADS": str(threads)})
     say = "import os, sys\nos.write(1, b'!')\n"
     with subprocess.Popen(
-        [sys.executable, "-c", say + code], stdout=subprocess.PIPE, start_new_session=True, **options
+        [sys.executable, "-c", say + code, *args], stdout=subprocess.PIPE, start_new_session=True, **options
     ) as process:
         try:
             assert process.stdout is not None
@@ -395,3 +396,43 @@ def test_more_children_than_we_look_at(monkeypatch: pytest.MonkeyPatch):
         facts = facts_with(pid, Wait.FOREVER)
         assert facts.children == 3
         assert not blocked_forever(facts)
+
+
+GLOO = """
+import threading, torch, torch.distributed as dist
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(512, 512))
+model(torch.randn(256, 512)).sum().backward()
+if rank == 1:
+    threading.Event().wait()
+model(torch.randn(256, 512)).sum().backward()
+"""
+
+
+@pytest.mark.torch
+def test_a_real_rank_that_blocks_and_one_that_waits_for_it_in_ddp(tmp_path: Path):
+    """With all the threads that torch, gloo and OpenMP bring along."""
+    with contextlib.ExitStack() as stack:
+        waiter, blocked = (
+            stack.enter_context(child(GLOO, args=(str(rank), str(tmp_path / "store")), threads=4))
+            for rank in (0, 1)
+        )
+        facts = until(
+            lambda: (
+                (seen := procfs.read_process(blocked))
+                and blocked_forever(seen)
+                and len(seen.threads) > 3
+                and seen
+            ),
+            "a rank that is blocked for ever",
+            120.0,
+        )
+        assert not facts.children
+        other = until(
+            lambda: (seen := procfs.read_process(waiter)) and at_rest(seen, main_forever=True) and seen,
+            "a rank that waits in a collective",
+            120.0,
+        )
+        assert not blocked_forever(other)  # its collective has a time limit, so it is no proof
+        assert blocked_forever(until(lambda: procfs.read_process(blocked), "the blocked rank"))

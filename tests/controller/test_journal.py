@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 from closeranks.controller import journal as journal_module
 from closeranks.controller import journal_reader
 from closeranks.controller.journal import (
+    ACK_WAIT_S,
     GAP_KIND,
     MAX_DATA_BYTES,
     MAX_WAITING_BYTES,
@@ -144,6 +145,20 @@ def test_many_threads_may_append(journal: Journal, path: Path) -> None:
     for i in range(4):
         own = [n for n in found if n // 1000 == i]
         assert own == sorted(own)
+
+
+def test_progress_can_be_thinned_and_what_matters_of_it_stays(path: Path) -> None:
+    with Journal.create(path) as journal:
+        for n in range(1000):
+            add(journal, n, kind="verdict" if n in (333, 334, 777) else "progress")
+    found = [(r.kind, r.data["n"]) for r in read(path, max_progress=50)]
+    progress = [n for kind, n in found if kind == "progress"]
+    assert [n for kind, n in found if kind == "verdict"] == [333, 334, 777]
+    assert {332, 776, 999} <= set(progress)
+    assert 50 <= len(progress) <= 53
+    assert max(b - a for a, b in itertools.pairwise(progress)) <= 21
+    assert len(list(read(path, max_progress=1000))) == 1000
+    assert [r.data["n"] for r in read(path, max_progress=0)] == [332, 333, 334, 776, 777, 999]
 
 
 def test_append_after_close_is_counted_and_harmless(path: Path) -> None:
@@ -609,6 +624,26 @@ def test_a_hung_disk_doesnt_block_the_job(path: Path) -> None:
     store.let_go()
     wait_until(lambda: not writer_alive(path))
     assert numbers(path) == list(range(1000)), "what waited is written when the disk comes back"
+
+
+class HiccupStore(Store):
+    """A disk that every now and then takes longer than an append waits."""
+
+    def write(self, rows: list[Row]) -> None:
+        if rows[0].n % 100 == 0:
+            time.sleep(2 * ACK_WAIT_S)
+        super().write(rows)
+
+
+def test_a_flood_on_a_slow_disk_is_slowed_down_and_not_dropped(path: Path) -> None:
+    most = 0
+    with Journal.begin(HiccupStore(path, create=True)) as journal:
+        for n in range(15_000):
+            add(journal, n)
+            most = max(most, journal.backlog)
+        assert journal.dropped == 0
+    assert 1 < most < MAX_WAITING_RECORDS
+    assert numbers(path) == list(range(15_000))
 
 
 def test_a_read_only_place_is_a_problem_at_creation_too(tmp_path: Path) -> None:

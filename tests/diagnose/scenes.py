@@ -336,7 +336,8 @@ class Job:
         page = replace(self.page(rank), in_collective=False)
         base = self.alive(rank)
         if not exited:
-            return replace(base, page=page, error=error)
+            failed = tuple(replace(g, last_completed=g.last_enqueued, pending_op="") for g in base.groups)
+            return replace(base, page=page, error=error, groups=failed)
         return RankEvidence(
             rank.number, 4000 + rank.number, page, ExitStatus(code=1), at_ns + 15 * MS, error, groups=()
         )

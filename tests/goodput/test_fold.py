@@ -19,6 +19,12 @@ def buckets(summary: RunSummary) -> dict[str, float]:
     return {b.value: ns / 1e9 for b, ns in summary.buckets_ns.items() if ns}
 
 
+def another(timeline: Timeline, **clocks: int) -> Timeline:
+    folder = timeline.path.parent / "another"
+    folder.mkdir()
+    return Timeline(folder / "journal.db", **clocks)
+
+
 def one_kill(t: Timeline) -> Timeline:
     """Steps of 1 s from 10 s on; a save of step 8 seen at 18 s; broke at 20.5 s; the next step at 24 s."""
     t.start().generation(0, 1, 2, 8, 10)
@@ -219,9 +225,7 @@ def test_a_stop_that_saves_loses_nothing_and_one_that_doesnt_loses_since_the_las
     assert buckets(summary) == {"productive": 10.0, "stopping": 4.0}
     assert (summary.outcome, summary.reason) == (Outcome.STOPPED, "SIGTERM from process 1")
 
-    unsaved = Timeline(timeline.path.with_name("unsaved.d"))
-    unsaved.path.mkdir()
-    unsaved.path /= "journal.db"
+    unsaved = another(timeline)
     unsaved.start().generation(0, 0, 0, 0, 0).progress(10, 0, 11, saved=5)
     unsaved(10, "stop_requested", reason="SIGTERM")(14, "finished", exit_code=143)
     assert buckets(unsaved.fold()) == {"productive": 4.0, "lost work": 6.0, "stopping": 4.0}
@@ -277,9 +281,7 @@ def test_an_empty_journal_and_a_journal_of_one_record(timeline: Timeline) -> Non
 def test_another_agent_takes_over_after_a_reboot(timeline: Timeline) -> None:
     timeline.start().generation(0, 0, 1, 2, 4).progress(10, 0, 6, saved=6)
     records = list(timeline.write())
-    later = Timeline(timeline.path.with_name("later.db"), wall_s=timeline.wall_s + 100, mono_s=3)
-    later.path.parent.joinpath("x").mkdir()
-    later.path = later.path.parent / "x" / "journal.db"
+    later = another(timeline, wall_s=timeline.wall_s + 100, mono_s=3)
     later.start().generation(1, 1, 1, 2, 3).progress(9, 1, 6, saved=6)(10, "finished", exit_code=0)
     summary = fold([*records, *later.write()])
     assert buckets(summary) == {"start-up": 4.0, "productive": 13.0, "unknown": 90.0, "restart": 3.0}
@@ -344,13 +346,34 @@ def test_without_a_time_of_the_break_the_last_progress_stands_for_it(timeline: T
     assert buckets(summary)["detect"] == 5.0
 
 
+def test_a_record_that_is_written_after_the_capture_says_when_it_was_known(timeline: Timeline) -> None:
+    timeline.start().generation(0, 0, 0, 0, 0).progress(1, 0, 2, saved=2)
+    timeline.progress(6.5, 0, 3, saved=3)  # a last look at the pages; what it shows was so at 5 s
+    moments = {"broke_mono_ns": timeline.mono_ns(5), "detected_mono_ns": timeline.mono_ns(6)}
+    timeline(7, "detected", generation=0, incident_id="i", trigger={"kind": "exit"}, **moments)
+    timeline(7, "evidence", generation=0, incident_id="i", seconds=1.0)
+    timeline(9, "killed", generation=0, seconds=0.5, leftovers=[])
+    timeline(9, "generation_starting", generation=1, delay_s=0)(10, "first_step", generation=1)
+    timeline(11, "verdict", generation=0, incident_id="i", verdict={"leaf": "app.hang"})
+    timeline(15, "finished", exit_code=0)
+    summary = timeline.fold()
+    assert buckets(summary) == {
+        "productive": 10.0,
+        "detect": 1.0,
+        "evidence": 2.5,
+        "kill": 0.5,
+        "restart": 1.0,
+    }
+    assert summary.incidents[0].leaf == "app.hang"
+    assert summary.incidents[0].lost_work_s == 0.0
+
+
 def test_a_break_outside_of_the_generation_is_brought_into_it(timeline: Timeline) -> None:
     timeline.start().generation(0, 0, 1, 2, 4).progress(5, 0, 2, saved=2)
     timeline(9, "detected", generation=0, incident_id="i", broke_mono_ns=timeline.mono_ns(-50))
     summary = timeline.fold()
     assert buckets(summary) == {"start-up": 4.0, "detect": 5.0}
-    other = Timeline(timeline.path.parent / "o" / "journal.db")
-    other.path.parent.mkdir()
+    other = another(timeline)
     other.start().generation(0, 0, 1, 2, 4).progress(9, 0, 5, saved=5)
     other(9, "detected", generation=0, incident_id="i", broke_mono_ns=other.mono_ns(5000))
     assert buckets(other.fold()) == {"start-up": 4.0, "productive": 5.0}
@@ -433,6 +456,7 @@ SENSIBLE = st.fixed_dictionaries(
         "seconds": st.floats(0, 20),
         "broke_mono_ns": st.integers(0, 10**12),
         "last_progress_mono_ns": st.integers(0, 10**12),
+        "detected_mono_ns": st.integers(0, 10**12),
         "exit_code": st.integers(0, 2),
         "trigger": st.just({"kind": "exit", "ranks": [1], "detail": "x"}),
         "verdict": st.just({"leaf": "app.hang", "culprits": [{"rank": 1}], "confidence": 0.5}),

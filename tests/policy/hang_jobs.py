@@ -60,6 +60,7 @@ class Rank:
         self.records.append(record)
         self.in_collective = True
         self.wait = Wait.FOREVER
+        self.cpu_per_s = 0.0
         self.tick()
 
     def leave(self) -> None:

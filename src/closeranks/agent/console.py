@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from closeranks.diagnose import codec, screen
+from closeranks.diagnose import screen
 from closeranks.events import Finish
 from closeranks.evidence import Evidence, Verdict
 
@@ -53,14 +53,11 @@ class Console:
             colour=self._colour,
             next_step=f"generation {next_generation}" if next_generation is not None else "the job stops",
             run_hint=str(directory),
+            clock=time.strftime("%H:%M:%S"),
         )
         if not self._unicode:
             text = screen.to_ascii(text)
         self._write((text.rstrip("\n") + "\n").encode("utf-8", "replace"))
-
-    def public(self, verdict: Verdict) -> dict[str, Any]:
-        """The verdict as other tools read it."""
-        return codec.public_verdict(verdict)
 
     def finished(self, finish: Finish | None, elapsed_s: float, incidents: int, run_dir: Path) -> None:
         """The last line: how it ended, and where to read about it."""

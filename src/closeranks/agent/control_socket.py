@@ -1,7 +1,7 @@
 """How other commands of the same user talk to a running job: a Unix socket, one JSON line each way.
 
-The peer's user id comes from the kernel (SO_PEERCRED), not from the peer. The path is short, because a Unix
-socket's may have 107 bytes, and is written into the run directory.
+The peer's user id comes from the kernel (SO_PEERCRED), not from the peer. The socket lies in the job's private
+directory, as a Unix socket's path may have 107 bytes, and where it is is written into the run directory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import os
 import socket
 import struct
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,28 +32,28 @@ _UCRED = struct.Struct("3i")
 class ControlSocket:
     """``async with``: open while the job runs."""
 
-    def __init__(self, run_dir: Path, supervisor: Supervisor) -> None:
-        self._run_dir = run_dir
+    def __init__(self, run_dir: Path, private_dir: Path, supervisor: Supervisor) -> None:
+        self._file = run_dir / CONTROL_FILE
+        self._path = private_dir / "control"
         self._supervisor = supervisor
-        self._directory: Path | None = None
         self._server: asyncio.Server | None = None
 
     async def __aenter__(self) -> ControlSocket:
-        self._directory = Path(tempfile.mkdtemp(prefix="closeranks-", dir=tempfile.gettempdir()))
-        path = self._directory / "control"
-        self._server = await asyncio.start_unix_server(self._serve, path, limit=_MAX_LINE_BYTES)
-        path.chmod(0o600)
-        with contextlib.suppress(OSError):
-            (self._run_dir / CONTROL_FILE).write_text(json.dumps({"socket": str(path), "pid": os.getpid()}))
+        try:
+            self._server = await asyncio.start_unix_server(self._serve, self._path, limit=_MAX_LINE_BYTES)
+            self._path.chmod(0o600)
+            self._file.write_text(json.dumps({"socket": str(self._path), "pid": os.getpid()}))
+        except OSError as error:  # too long a path, a file system without sockets, a full disk
+            why = error.strerror or str(error)
+            self._supervisor.notice(f"closeranks inject can't reach this run ({self._path}: {why})")
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        assert self._server is not None and self._directory is not None
-        self._server.close()
-        with contextlib.suppress(OSError):
-            (self._run_dir / CONTROL_FILE).unlink(missing_ok=True)
-            (self._directory / "control").unlink(missing_ok=True)
-            self._directory.rmdir()
+        if self._server is not None:
+            self._server.close()
+        for path in (self._file, self._path):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -1,10 +1,12 @@
 """The guard: the process the user starts. It outlives the agent just long enough to leave nothing behind.
 
-    guard (subreaper) ── agent (subreaper) ── zygote, log pump, ranks ── their children
+    guard ── keeper ── agent ── zygote, log pump, ranks ── their children
 
-Ranks die with the agent by the kernel's parent-death signal. What ranks have started (DataLoader workers,
-daemons) has no such tie: when the agent is killed those orphans are adopted by the guard, which kills them.
-When the guard is killed, the agent notices and does the same. Signals to the guard go on to the agent.
+All three adopt orphans (subreapers). Ranks die with the agent by the kernel's parent-death signal. What ranks
+have started (DataLoader workers, daemons) has no such tie: when the agent is killed those orphans are adopted
+by the keeper, which kills them; when the guard is killed, the agent notices and does the same. The keeper is a
+second guard in a session of its own, so that a SIGKILL to the user's process group, or to guard and agent at
+once, finds it alive. Signals to the guard go on to the agent.
 """
 
 from __future__ import annotations
@@ -15,19 +17,30 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from closeranks import linux
 from closeranks.agent import procfs
+from closeranks.agent.processes import is_cleaner
 from closeranks.events import signal_name
 
-__all__ = ["kill_descendants", "supervise"]
+__all__ = ["hold_signals", "kill_descendants", "supervise", "watched_signals"]
 
 _FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
-_PUMP_GRACE_S = 0.4  # the log pump ends by itself once every writer is dead; give it that long to drain
+# The log pump ends by itself once every writer is dead, and so does who removes shared memory: they get this
+# long to finish.
+_LAST_WORK_S = 0.5
 _KILL_ROUNDS = 50
 _KILL_PAUSE_S = 0.01
+
+
+def watched_signals(names: Iterable[str]) -> set[signal.Signals]:
+    """What the guard passes on: ``names`` and the usual ones, but no SIGHUP that is ignored, as by nohup."""
+    wanted = {signal.Signals[name] for name in (*_FORWARDED, *names)}
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        wanted.discard(signal.SIGHUP)
+    return wanted | {signal.SIGCHLD}
 
 
 def kill_descendants(*, spare_pids: frozenset[int] = frozenset()) -> list[int]:
@@ -60,63 +73,97 @@ def reap(pids: list[int]) -> None:
             continue
 
 
-def _is_pump(pid: int) -> bool:
+def _may_finish(pid: int) -> bool:
+    """Whether this process has work to do when all others are dead, and then ends by itself."""
     try:
-        return b"closeranks.agent.log_pump" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"closeranks.agent.log_pump" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return True
     except OSError:
         return False
+    return is_cleaner(pid)
 
 
-def _clean_up(agent_pid: int, status: int) -> int:
-    """After the agent's end: nothing may be left. Returns the exit code to leave with."""
-    if os.WIFEXITED(status):
-        kill_descendants()
-        return os.WEXITSTATUS(status)
-    number = os.WTERMSIG(status)
-    pumps = frozenset(pid for pid in procfs.descendants(os.getpid()) if _is_pump(pid))
-    kill_descendants(spare_pids=pumps)
-    deadline = time.monotonic() + _PUMP_GRACE_S
+def _bury(killed_pid: int, number: int) -> int:
+    """After the agent's violent end: nothing may be left. Returns the exit code to leave with."""
+    finishing = frozenset(pid for pid in procfs.descendants(os.getpid()) if _may_finish(pid))
+    kill_descendants(spare_pids=finishing)
+    deadline = time.monotonic() + _LAST_WORK_S
     while procfs.descendants(os.getpid()) and time.monotonic() < deadline:
-        reap(list(pumps))
+        reap(list(finishing))
         time.sleep(_KILL_PAUSE_S)
     left = kill_descendants()
     told = f"; still there, stuck in the kernel: {left}" if left else ""
-    sys.stderr.write(
-        f"closeranks: error: the agent (pid {agent_pid}) was killed by {signal_name(number)}; every rank was "
-        f"stopped with it{told}. Start the same command again to resume from the last checkpoint.\n"
-    )
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(
+            f"closeranks: error: the agent (pid {killed_pid}) was killed by {signal_name(number)}; every rank "
+            f"was stopped with it{told}. Start the same command again to resume from the last checkpoint.\n"
+        )
+        sys.stderr.flush()
     return 128 + number
 
 
-def supervise(agent: Callable[[int], int]) -> int:
-    """Fork; run ``agent(guard_pid)`` in the child and guard it from the parent. Returns the exit code.
-
-    In the child this never returns: it leaves through ``os._exit``.
-    """
-    watched = {getattr(signal, name) for name in _FORWARDED} | {signal.SIGCHLD}
-    linux.become_subreaper()
-    guard_pid = os.getpid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+def _fork(child: Callable[[], int]) -> int:
+    """Fork, and run ``child`` there to its exit code; returns its pid. The child never returns from here."""
     sys.stdout.flush()
     sys.stderr.flush()
-    agent_pid = os.fork()
-    if agent_pid == 0:
-        code = 1
-        try:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
-            code = agent(guard_pid)
-        except BaseException:  # the fork must never return into the caller's frames
-            traceback.print_exc()
-        finally:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        code = child()
+    except BaseException:  # the fork must never return into the caller's frames
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(code)
+        os._exit(code)
+
+
+def _guard(child: Callable[[], int], clean_up: Callable[[], None], watched: set[signal.Signals]) -> int:
+    """Run ``child`` in a fork, pass signals on to it, and clear away what it leaves. Returns its exit code."""
+    linux.become_subreaper()
+    pid = _fork(child)
     while True:
         info = signal.sigwaitinfo(watched)
         if info.si_signo != signal.SIGCHLD:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(agent_pid, info.si_signo)
+                os.kill(pid, info.si_signo)
             continue
-        done, status = os.waitpid(agent_pid, os.WNOHANG)
-        if done == agent_pid:
-            return _clean_up(agent_pid, status)
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done != pid:
+            continue
+        if os.WIFEXITED(status):
+            kill_descendants()
+            code = os.WEXITSTATUS(status)
+        else:
+            code = _bury(pid, os.WTERMSIG(status))
+        clean_up()
+        return code
+
+
+def hold_signals(names: Iterable[str]) -> set[signal.Signals]:
+    """From now on signals wait for the guard: what is made before it runs is not left behind."""
+    watched = watched_signals(names)
+    signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    return watched
+
+
+def supervise(
+    agent: Callable[[int], int], clean_up: Callable[[], None], watched: set[signal.Signals]
+) -> int:
+    """Run ``agent(guard_pid)`` in a process of its own and guard it. Returns the exit code.
+
+    ``watched`` is what ``hold_signals`` returned: the agent starts with these blocked, and unblocks them when
+    it can handle them. ``clean_up`` removes what the agent may have left in the file system; it may be called
+    more than once.
+    """
+    guard_pid = os.getpid()
+
+    def keeper() -> int:
+        os.setsid()
+        linux.set_title("closeranks: keeper", "cr-keeper")
+        return _guard(lambda: agent(guard_pid), clean_up, watched)
+
+    return _guard(keeper, clean_up, watched)

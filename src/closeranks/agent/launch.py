@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from closeranks import __version__
 from closeranks.agent import guard
+from closeranks.agent.control_socket import CONTROL_FILE, ControlSocket
 from closeranks.config import RunConfig
 from closeranks.errors import CloseranksError, ConfigError
 from closeranks.events import RunExit
@@ -72,8 +74,8 @@ def resolve_world_size(text: str, interpreter: str | None = None) -> int:
     return count
 
 
-def _store_dir(job_id: str) -> Path:
-    """A private directory for the generations' stores: on tmpfs, else where temporary files go."""
+def _private_dir(job_id: str) -> Path:
+    """A directory for the generations' stores and the control socket: on tmpfs, else among temporary files."""
     for base in ("/dev/shm", os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir()):
         if not base or not os.access(base, os.W_OK):
             continue
@@ -87,31 +89,53 @@ def launch(config: RunConfig) -> int:
     world_size = resolve_world_size(config.nproc_per_node, config.python)
     from closeranks.controller.runs import create_run_dir
 
+    watched = guard.hold_signals(config.signals_to_handle)
     run_dir = create_run_dir(Path(config.runs_dir), config.job_name or Path(config.entrypoint.target).stem)
-    return guard.supervise(lambda guard_pid: _agent(config, run_dir.absolute(), world_size, guard_pid))
+    private_dir = _private_dir(run_dir.name)
+
+    def agent(guard_pid: int) -> int:
+        return _agent(config, run_dir, private_dir, world_size, guard_pid)
+
+    def clean_up() -> None:
+        shutil.rmtree(private_dir, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            (run_dir / CONTROL_FILE).unlink(missing_ok=True)
+
+    return guard.supervise(agent, clean_up, watched)
 
 
-def _agent(config: RunConfig, run_dir: Path, world_size: int, guard_pid: int) -> int:
+def _agent(config: RunConfig, run_dir: Path, private_dir: Path, world_size: int, guard_pid: int) -> int:
     """The agent's process, from fork to exit code."""
     from closeranks import linux
 
     linux.become_subreaper()
     try:
-        return asyncio.run(_run(config, run_dir, world_size, guard_pid))
+        return asyncio.run(_run(config, run_dir, private_dir, world_size, guard_pid))
     except CloseranksError as error:
         sys.stderr.write(f"closeranks: error: {error}\n")
         return error.exit_code
+    except OSError as error:
+        sys.stderr.write(f"closeranks: error: can't run the agent: {error}\n")
+        return RunExit.CANNOT_START
 
 
-async def _run(config: RunConfig, run_dir: Path, world_size: int, guard_pid: int) -> int:
+def _raise_file_limit() -> int:
+    """Ten descriptors a rank: for many ranks the usual soft limit of 1,024 is too low. Returns the old one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # a hard limit above the kernel's own: the soft one stays
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return soft
+
+
+async def _run(config: RunConfig, run_dir: Path, private_dir: Path, world_size: int, guard_pid: int) -> int:
     from closeranks.agent.console import Console
-    from closeranks.agent.control_socket import ControlSocket
     from closeranks.agent.logs import LogPump
     from closeranks.agent.supervisor import Supervisor
     from closeranks.controller.job import JobController
     from closeranks.controller.journal import Journal
 
     began = time.monotonic()
+    file_limit = _raise_file_limit()
     journal = Journal.create(run_dir / "journal.db")
     controller = JobController(journal, config.budget)
     node = socket.gethostname()
@@ -128,30 +152,30 @@ async def _run(config: RunConfig, run_dir: Path, world_size: int, guard_pid: int
     )
     pump = LogPump.start(config.logs, role=config.role)
     console = Console(pump.say, quiet=config.quiet, runs_hint=str(run_dir))
-    store_dir = _store_dir(run_dir.name)
     supervisor = Supervisor(
         config,
         run_dir=run_dir,
-        store_dir=store_dir,
+        store_dir=private_dir,
         world_size=world_size,
         controller=controller,
         pump=pump,
         console=console,
         guard_pid=guard_pid,
         node=node,
+        file_limit=file_limit,
     )
     for notice in config.notices:
         console.tell("info", notice)
     console.tell("info", f"{run_dir.name} · {world_size} rank(s) on {node} · {_shown(run_dir)}")
     code = RunExit.INTERNAL
     try:
-        async with ControlSocket(run_dir, supervisor):
+        async with ControlSocket(run_dir, private_dir, supervisor):
             code = await supervisor.run()
             console.finished(supervisor.finish, time.monotonic() - began, supervisor.incidents.count, run_dir)
     finally:
         pump.close(timeout_s=5.0)
         journal.close()
-        shutil.rmtree(store_dir, ignore_errors=True)
+        shutil.rmtree(private_dir, ignore_errors=True)  # the guard does so too, if it lives
     return code
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from closeranks.agent.procfs_host import OomBaseline, host_facts, oom_baseline
 from closeranks.evidence import ProcessFacts, ThreadFacts
-from closeranks.policy.waits import Wait, can_wake_itself, classify, subject_of
+from closeranks.policy.waits import Wait, can_wake_itself, classify, subject_of, thread_waits
 
 __all__ = [
     "OomBaseline",
@@ -315,7 +315,7 @@ def read_process(
     reader = _Reader(table, {pid, *below})
     threads = reader.threads(pid, _has_alarm(pid, status), skip_tids)
     child_waits: tuple[str, ...] = ()
-    if below and threads and not can_wake_itself(thread.wait for thread in threads):
+    if below and threads and not can_wake_itself(thread_waits(threads)):
         child_waits = reader.waits_of(below)
     return ProcessFacts(
         state=fields[0].decode("ascii", "replace"),

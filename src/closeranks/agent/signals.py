@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from closeranks.agent import procfs
+from closeranks.agent import guard, procfs
 from closeranks.events import signal_name
 
 if TYPE_CHECKING:
@@ -30,11 +30,15 @@ class Signals:
         self._last = (0, -1.0)
 
     def listen(self) -> None:
-        """Begin; until then a signal has its default effect."""
+        """Begin; what came since the start has waited. Signals that nobody asked to handle kill the agent."""
         loop = asyncio.get_running_loop()
+        watched = guard.watched_signals(self._stopping)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no KeyboardInterrupt out of nowhere
         for name in {*self._stopping, *_PASSED_ON}:
-            number = getattr(signal, name)
-            loop.add_signal_handler(number, self._received, number)
+            number = signal.Signals[name]
+            if number != signal.SIGHUP or number in watched:
+                loop.add_signal_handler(number, self._received, int(number))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
 
     def _received(self, number: int) -> None:
         now = time.monotonic()

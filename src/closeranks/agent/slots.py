@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import select
@@ -17,6 +18,9 @@ from closeranks.errors import ZygoteError
 __all__ = ["Slots", "modules_to_preload"]
 
 _SCRIPT_PEEK_BYTES = 1 << 20
+_TITLE_ROOM_BYTES = 16 << 10  # a longer command line is cut where processes are listed
+_MAX_ZYGOTES = 4  # in a job's life; what kills the zygote again and again isn't chance
+_ATTEMPTS = 3
 # A script that mentions these will import torch._dynamo at its first optimizer (torch/optim/optimizer.py:
 # _disable_dynamo_if_unsupported); that takes as long as torch itself, so it is done once, in the zygote.
 _WILL_OPTIMIZE = re.compile(rb"\boptim\b|\bbackward\(|\bcompile\(|fsdp|FSDP|Trainer|accelerate|lightning")
@@ -48,8 +52,8 @@ class Slots:
         self._notice = notice
         self._modules = modules_to_preload(config)
         self._environment = env.base_environment(config, count, os.environ)
-        # Room in the command line for the titles workers give themselves (see linux.set_title).
-        self._room = [f"{config.entrypoint.target}", *config.entrypoint.args, " " * 32]
+        self._room = _title_room(config)
+        self._zygotes = 0
         self._source: Source | None = None
         self._making: asyncio.Task[list[Spare]] | None = None
         self._spares: list[Spare] = []
@@ -68,37 +72,58 @@ class Slots:
     def open(self) -> None:
         """Start the imports; the first ``take`` waits for them."""
         if self._config.zygote and self._config.entrypoint.kind != "command":
-            self._source = ZygoteSource(
-                self._modules, self._environment, self._room, self._notice, self._config.python
-            )
+            self._source = self._new_zygote()
         else:
-            self._source = ExecSource(self._modules, self._environment, self._room, self._config.python)
+            self._source = self._new_exec(self._modules)
         self._making = asyncio.get_running_loop().create_task(self._first())
 
+    def _new_zygote(self) -> ZygoteSource:
+        self._zygotes += 1
+        return ZygoteSource(self._modules, self._environment, self._room, self._notice, self._config.python)
+
+    def _new_exec(self, modules: Sequence[str]) -> ExecSource:
+        return ExecSource(modules, self._environment, self._room, self._config.python)
+
     async def _first(self) -> list[Spare]:
+        await self._start_source()
+        return await self._make(self._count)
+
+    async def _start_source(self) -> None:
         assert self._source is not None
         try:
             await self._source.start()
         except ZygoteError as error:
-            self._fall_back(str(error))
-        return await self._make(self._count)
+            self._fall_back(str(error), self._without_preload() if self._source.ended else self._modules)
 
-    def _fall_back(self, reason: str) -> None:
+    def _without_preload(self) -> list[str]:
+        """What to import where an import has ended the process: that is not to happen to every worker."""
+        return [name for name in self._modules if name not in self._config.preload]
+
+    def _fall_back(self, reason: str, modules: Sequence[str]) -> None:
         """Workers by exec from now on; the reason is said once."""
         assert self._source is not None
         self.fallback_reason = reason
-        self._notice(f"no zygote, workers are started one by one: {reason}")
+        left_out = [name for name in self._modules if name not in modules]
+        without = f"; without preloading {', '.join(left_out)}" if left_out else ""
+        self._notice(f"no zygote, workers are started one by one: {reason}{without}")
         self._source.close()
-        self._source = ExecSource(self._modules, self._environment, self._room, self._config.python)
+        self._source = self._new_exec(modules)
 
     async def _make(self, count: int) -> list[Spare]:
+        """New spares, from another source where ours can't make any. Raises ZygoteError."""
         assert self._source is not None
         try:
             return await self._source.make(count)
         except ZygoteError as error:
             if self._source.kind != "zygote":
                 raise
-            self._fall_back(str(error))
+            if self._source.ended and self._zygotes < _MAX_ZYGOTES:
+                self._notice(f"{error}; starting another one")
+                self._source.close()
+                self._source = self._new_zygote()
+                await self._start_source()
+            else:
+                self._fall_back(str(error), self._modules)
         return await self._source.make(count)
 
     def refill(self) -> None:
@@ -114,17 +139,23 @@ class Slots:
 
     async def take(self) -> list[Spare]:
         """A whole world of living spares. Raises ZygoteError when none can be made."""
-        for _ in range(3):
-            if self._making is not None:
-                making, self._making = self._making, None
-                self._spares.extend(await making)
-            self._spares = [spare for spare in self._spares if _alive(spare)]
-            if self.ready:
-                break
-            self._spares.extend(await self._make(self._count - len(self._spares)))
+        problem = ""
+        for _ in range(_ATTEMPTS):
+            try:
+                if self._making is not None:
+                    making, self._making = self._making, None
+                    self._spares.extend(await making)
+                self._spares = [spare for spare in self._spares if _alive(spare)]
+                if self.ready:
+                    break
+                self._spares.extend(await self._make(self._count - len(self._spares)))
+            except ZygoteError as error:
+                problem = str(error)
         taken, self._spares = self._spares[: self._count], self._spares[self._count :]
         if len(taken) < self._count:
-            raise ZygoteError(f"workers die before they start: {len(taken)} of {self._count} are up")
+            for spare in taken:
+                spare.close()
+            raise ZygoteError(problem or f"workers die before they start: {len(taken)} of {self._count} are up")
         return taken
 
     async def learn(self, modules: Sequence[str]) -> None:
@@ -135,7 +166,8 @@ class Slots:
             try:
                 await self._source.load(new)
             except ZygoteError as error:
-                self._fall_back(str(error))
+                if self._source is not None and not self._source.ended:  # else the next ``_make`` sees to it
+                    self._fall_back(str(error), self._modules)
 
     def pids(self) -> set[int]:
         """Processes that must outlive a generation: the zygote and the waiting spares."""
@@ -160,6 +192,19 @@ def _alive(spare: Spare) -> bool:
     poll.register(spare.pidfd, select.POLLIN)
     if not poll.poll(0):
         return True
-    os.waitid(os.P_PIDFD, spare.pidfd, os.WEXITED | os.WNOHANG)
+    with contextlib.suppress(ChildProcessError):  # it was reaped as an orphan before we knew it
+        os.waitid(os.P_PIDFD, spare.pidfd, os.WEXITED | os.WNOHANG)
     spare.close()
     return False
+
+
+def _title_room(config: RunConfig) -> list[str]:
+    """Arguments that make room for the titles workers give themselves (see linux.set_title)."""
+    room, left_bytes = [], _TITLE_ROOM_BYTES
+    for part in config.entrypoint.argv:
+        size_bytes = len(os.fsencode(part)) + 1
+        if size_bytes > left_bytes:
+            break
+        room.append(part)
+        left_bytes -= size_bytes
+    return [*room, " " * 32]

@@ -25,6 +25,10 @@ class Starter:
     def __init__(self, owner: Supervisor, store_dir: Path) -> None:
         self._owner = owner
         self._store_dir = store_dir
+        entry = owner.config.entrypoint
+        self._entry = {"kind": entry.kind, "target": entry.target, "args": list(entry.args)}
+        if entry.kind == "script":
+            self._entry["path"] = os.path.abspath(entry.target)  # noqa: PTH100 - keeps symlinks
 
     def _unwanted(self) -> bool:
         return self._owner.stop_signal is not None or self._owner.finish is not None
@@ -84,17 +88,17 @@ class Starter:
             run_dir=str(owner.run_dir),
             error_file=str(logs / f"{rank.rank}.error.json"),
         )
-        entry = config.entrypoint
         return {
             "generation": world.generation,
             "rank": rank.rank,
             "local_rank": rank.rank,
             "local_world_size": owner.world_size,
-            "entry": {"kind": entry.kind, "target": entry.target, "args": list(entry.args)},
+            "entry": self._entry,
             "env": variables,
             "store": str(self._store_dir / f"g{world.generation}" / "store"),
             "faults": owner.faults.orders(world.generation, rank.rank),
             "numa_binding": config.numa_binding,
+            "file_limit": owner.file_limit,
         }
 
     def discard_world(self) -> None:

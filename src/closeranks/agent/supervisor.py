@@ -19,7 +19,7 @@ from closeranks.agent.console import Console
 from closeranks.agent.faults import FaultDelivery
 from closeranks.agent.incidents import Incidents, now_trigger
 from closeranks.agent.logs import LogPump
-from closeranks.agent.processes import kill_strays
+from closeranks.agent.processes import Strays
 from closeranks.agent.signals import Signals
 from closeranks.agent.slots import Slots
 from closeranks.agent.starter import Starter
@@ -27,7 +27,7 @@ from closeranks.agent.watch import Watch
 from closeranks.agent.world import Rank, World
 from closeranks.config import RunConfig
 from closeranks.controller.job import JobController
-from closeranks.errors import CloseranksError, ZygoteError
+from closeranks.errors import CloseranksError
 from closeranks.events import (
     Action,
     AllRanksSucceeded,
@@ -67,6 +67,7 @@ class Supervisor:
         console: Console,
         guard_pid: int,
         node: str,
+        file_limit: int,
     ) -> None:
         self.config = config
         self.run_dir = run_dir
@@ -74,12 +75,14 @@ class Supervisor:
         self.controller = controller
         self.console = console
         self.pump = pump
+        self.file_limit = file_limit  # the soft one that the user has, and ranks get; ours is higher
         self.world: World | None = None
         self.finish: Finish | None = None
         self.stop_signal: int | None = None
         self._guard_pid = guard_pid
         self._finished = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._strays = Strays()
         self.slots = Slots(config, world_size, self.notice)
         self.faults = FaultDelivery(config.inject, world_size, self)
         self.watch = Watch(self)
@@ -114,7 +117,7 @@ class Supervisor:
         self.slots.close()
         for task in self._tasks:
             task.cancel()
-        await kill_strays({self.pump.pid or 0}, spare_waiting=False)
+        await self._strays.finish({self.pump.pid or 0})
         self.incidents.show()
         self.controller.note("finished", {"exit_code": finish.exit_code, "reason": finish.reason})
         self._starter.discard_world()
@@ -169,7 +172,7 @@ class Supervisor:
             await asyncio.sleep(delay_s)
         try:
             world = await self._starter.start(generation, delay_s)
-        except ZygoteError as error:
+        except (CloseranksError, OSError) as error:  # no workers, no descriptors, no memory
             self._finish_with(Finish(RunExit.CANNOT_START, f"can't start the ranks: {error}"))
             return
         if world is None:
@@ -190,7 +193,7 @@ class Supervisor:
         self.watch.end(world)
         world.kill()
         left = await world.wait_dead(_DEAD_TIMEOUT_S)
-        strays = await kill_strays(self.slots.pids() | {self.pump.pid or 0} | {rank.pid for rank in left})
+        strays = await self._strays.kill(self.slots.pids() | {self.pump.pid or 0} | {rank.pid for rank in left})
         stuck = [rank.pid for rank in left] + strays
         if stuck:
             self.notice(
@@ -230,7 +233,7 @@ class Supervisor:
         assert status is not None
         note = {"rank": rank.rank, "pid": rank.pid, "code": status.code, "signal": status.signal}
         self.controller.note("rank_exited", note, generation=world.generation)
-        if world is not self.world or world.failing:
+        if world is not self.world or world.failing or self.finish is not None:
             return
         if not status.ok:
             detail = f"rank {rank.rank} {status.describe()}"
@@ -246,7 +249,7 @@ class Supervisor:
         if kind == "fault_fired":
             self.faults.fired(world, rank, message)
         elif kind == "modules":
-            names = [name for name in message.get("modules", ()) if isinstance(name, str)]
+            names = [name for name in message.get("names", ()) if isinstance(name, str)]
             self._spawn(self.slots.learn(names))
         elif world is not self.world or world.failing:
             return
@@ -264,7 +267,7 @@ class Supervisor:
     def fail(self, trigger: Trigger) -> None:
         """This generation can't go on: one incident, whatever else still happens to it."""
         world = self.world
-        if world is None or world.failing or self.stop_signal is not None:
+        if world is None or world.failing or self.stop_signal is not None or self.finish is not None:
             return
         world.failing = True
         self._spawn(self.incidents.handle(world, trigger))

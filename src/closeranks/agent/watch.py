@@ -124,7 +124,7 @@ class Watch:
         observed_s = min(now - seen.last_look_s, _MAX_OBSERVED_S)
         seen.last_look_s = now
         world = seen.world
-        asked = hang.wants_detail(self._state) if self._state is not None else frozenset()
+        asked = hang.wants_detail(self._state) if self._state is not None else frozenset[int]()
         pages = [world.page(rank, rings=self._needs_rings(seen, rank, asked)) for rank in world.ranks]
         self._look_for_progress(seen, pages)
         if now >= seen.next_progress_s:
@@ -141,9 +141,9 @@ class Watch:
 
     def _needs_rings(self, seen: _Seen, rank: Rank, asked: frozenset[int]) -> bool:
         """Rings cost a little: they are read for suspects, and of the others every eighth look."""
-        return (
-            rank.rank in asked or int(seen.last_look_s / self._config.sample_interval_s) % 8 == rank.rank % 8
-        )
+        if rank.rank in asked or rank.rank in seen.details:
+            return True
+        return int(seen.last_look_s / self._config.sample_interval_s) % 8 == rank.rank % 8
 
     def _look_for_progress(self, seen: _Seen, pages: list[Page | None]) -> None:
         known = [page for page in pages if page is not None]
@@ -211,6 +211,7 @@ class Watch:
         fresh = seen.details
         seen.details = {}
         samples = []
+        letters = hang.wants_state(self._state)
         for rank, page in zip(seen.world.ranks, pages, strict=True):
             detail = fresh.get(rank.rank)
             if detail is not None and (page is None or detail.ticks != page.ticks):
@@ -225,7 +226,7 @@ class Watch:
                     groups=detail.groups if detail else (),
                     answered=detail.answered if detail else None,
                     stack_id=detail.stack_id if detail else "",
-                    state=detail.process.state if detail and detail.process else "",
+                    state=(procfs.state_of(rank.pid) or "") if rank.alive and rank.rank in letters else "",
                 )
             )
         self._state, finding = hang.observe(self._state, hang.JobSample(observed_s, tuple(samples)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import mmap
 import os
 import signal
@@ -92,9 +93,15 @@ class World:
         ]
 
     def go(self, rank: Rank, order: dict[str, Any], stdout_fd: int, stderr_fd: int) -> None:
-        """Tell one spare to become this rank. Raises OSError if it died meanwhile."""
-        fds = (stdout_fd, stderr_fd, self._pages_fd, rank.stacks_fd)
-        wire.send(rank.socket, {"type": "go", **order}, fds)
+        """Tell one spare to become this rank. Raises OSError if it died meanwhile.
+
+        The order travels as a file: arguments may be longer than a packet.
+        """
+        with os.fdopen(os.memfd_create("closeranks-order", os.MFD_CLOEXEC), "wb") as file:
+            file.write(json.dumps(order).encode())
+            file.flush()
+            fds = (stdout_fd, stderr_fd, self._pages_fd, rank.stacks_fd, file.fileno())
+            wire.send(rank.socket, {"type": "go"}, fds)
         loop = asyncio.get_running_loop()
         loop.add_reader(rank.pidfd, self.reap, rank)
         rank.socket.setblocking(False)
@@ -160,12 +167,13 @@ class World:
                 return
 
     def kill(self) -> None:
-        """SIGKILL every rank and its process group. SIGCONT after it: a stopped process must die too."""
+        """SIGKILL every rank; it kills a stopped process too.
+
+        Not its process group: there may be processes in it that remove the rank's shared memory when it is
+        gone. See ``processes.Strays`` for what it leaves behind.
+        """
         for rank in self.alive():
             rank.send_signal(signal.SIGKILL)
-            for number in (signal.SIGKILL, signal.SIGCONT):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(rank.pid, number)
 
     async def wait_dead(self, timeout_s: float) -> list[Rank]:
         """Wait until every rank has ended; returns those that haven't after ``timeout_s`` (D state)."""

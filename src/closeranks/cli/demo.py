@@ -86,7 +86,6 @@ def _culprits(run_dir: Path) -> list[list[int]]:
 def main(args: argparse.Namespace) -> int:
     """Run the demo; 0 if every fault was survived, named rightly, and left no trace in the parameters."""
     from closeranks.controller.runs import find_run
-    from closeranks.goodput.report import load, render
 
     if args.nproc_per_node < 4 or args.steps < 80:
         raise ConfigError("the demo needs at least 4 ranks and 80 steps: --nproc-per-node 4 --steps 80")
@@ -103,7 +102,9 @@ def main(args: argparse.Namespace) -> int:
     right = culprits == [[rank] for _, _, rank in _FAULTS]
     same = bool(plain) and plain == disturbed
     ok = plain_code == code == 0 and same and right
-    _say(args, "\n" + render(load(run_dir)))
+    _say(args, "")
+    report = [sys.executable, "-m", "closeranks", "report", str(run_dir)]
+    subprocess.run(report, stdout=sys.stderr if args.json else None, check=False)
     _say(args, f"undisturbed  {plain or '(no digest)'}\ndisturbed    {disturbed or '(no digest)'}")
     _say(args, f"parameters   {'equal to the last bit' if same else 'DIFFERENT'}")
     _say(args, f"culprits     {culprits} {'as injected' if right else 'NOT as injected'}")

@@ -63,6 +63,7 @@ MAX_WAITING_BYTES = 64 * 1024 * 1024
 GAP_KIND = "journal_gap"  # data: {"dropped": n}; the writer adds it where records had to be dropped
 
 _BATCH_RECORDS = 1000
+_FLOOD_RECORDS = 100
 _IDLE_S = 0.25
 _STALL_TOLD_S = 1.0
 _RETRY_FIRST_S = 0.25
@@ -280,7 +281,9 @@ class Journal:
         with self._lock:
             self._in_flight = []
             self._failing = None
-            if not self._queue:
+            # Appends wait again when all is written; or earlier, where they come faster than the disk takes
+            # them: without that brake they would fill the memory and be dropped.
+            if not self._queue or len(self._queue) >= _FLOOD_RECORDS:
                 self._stalled_at_s = None
             if batch:
                 self._held_bytes -= sum(row.size_bytes for row in batch)

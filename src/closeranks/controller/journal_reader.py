@@ -51,12 +51,15 @@ def writer_alive(path: Path | str) -> bool:
     return False
 
 
-def read(path: Path | str) -> Iterator[Record]:
+def read(path: Path | str, *, max_progress: int | None = None) -> Iterator[Record]:
     """All records committed so far, in order, whether the job runs, ended, or was killed.
 
     Works on a copy (in TMPDIR, its names gone again at once), so it needs no right to write beside the
     journal. Raises JournalError at the call when the file is missing, foreign, newer or unreadable, and
     from the iterator when it turns out damaged further on: what came before is good.
+
+    ``max_progress`` thins the records of kind "progress", of which a long run has millions: about so many
+    evenly spaced ones are given, and always the last before a record of another kind, and the very last.
     """
     path = Path(path)
     try:
@@ -68,7 +71,7 @@ def read(path: Path | str) -> Iterator[Record]:
         connection = _open_copy(path, folder / "journal.db")
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # SQLite has both files open and needs no names
-    records = _records(path, connection)
+    records = _records(path, connection, max_progress)
     next(records)  # into its try block: from here on, dropping the iterator closes the connection
     return (record for record in records if record is not None)
 
@@ -91,13 +94,26 @@ def _open_copy(path: Path, copy: Path) -> sqlite3.Connection:
     return connection
 
 
-def _records(path: Path, connection: sqlite3.Connection) -> Iterator[Record | None]:
+_ALL = "SELECT seq, kind, data, generation, wall_ns, mono_ns FROM records AS r"
+_THINNED = """ WHERE kind <> 'progress' OR seq % ? = 0 OR NOT EXISTS (
+    SELECT 1 FROM records AS next WHERE next.seq = r.seq + 1 AND next.kind = 'progress')"""
+
+
+def _select(connection: sqlite3.Connection, max_progress: int | None) -> sqlite3.Cursor:
+    if max_progress is not None:
+        total = connection.execute("SELECT max(seq) FROM records").fetchone()[0] or 0
+        every = -(-total // max(1, max_progress))
+        if every > 1:
+            return connection.execute(f"{_ALL}{_THINNED} ORDER BY seq", (every,))
+    return connection.execute(f"{_ALL} ORDER BY seq")
+
+
+def _records(path: Path, connection: sqlite3.Connection, max_progress: int | None) -> Iterator[Record | None]:
     last = 0
-    query = "SELECT seq, kind, data, generation, wall_ns, mono_ns FROM records ORDER BY seq"
     with contextlib.closing(connection):
         yield None
         try:
-            for seq, kind, data, generation, wall_ns, mono_ns in connection.execute(query):
+            for seq, kind, data, generation, wall_ns, mono_ns in _select(connection, max_progress):
                 if seq <= last:  # a b-tree that was tampered with can lead in circles
                     raise JournalError(f"{path} is damaged after record {last}")
                 last = seq

@@ -37,7 +37,9 @@ _BYTES = {
     "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
     "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
-_MAX_JUDGED = 12  # faint differences looked into per group; a script that has more of them has them by habit
+_MAX_JUDGED = 64  # faint differences looked into per group; a script that has more of them has them by habit
+
+_Site = tuple[str, int, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,8 @@ class _Scan:
     proved: frozenset[int]  # sequence numbers at which a worker has seen the mismatch itself
     fallen: Fallen
     offsets: dict[int, int] = field(default_factory=dict)  # steps that a rank is ahead by habit
-    habits: set[tuple[object, ...]] = field(default_factory=set)
+    judged: int = 0
+    meetings: dict[tuple[int, _Site, bool], set[_Site]] | None = None
     histories: dict[int, History] = field(default_factory=dict)
 
     def history(self, rank: int) -> History:
@@ -79,6 +82,29 @@ class _Scan:
         if index is None:
             return self.history(rank).judge_silence(self.group, seq)
         return self.history(rank).judge(index)
+
+    def is_own_line(self, present: Mapping[int, Collective | None]) -> bool:
+        """Whether ranks that are at different lines here are so by habit: these lines have always met each
+        other, and never themselves, as with ``if rank == 0: ... else: ...``."""
+        if self.meetings is None:
+            self.meetings = {}
+            for seq in set().union(*self.rings.values()):
+                records = [(rank, ring[seq]) for rank, ring in self.rings.items() if seq in ring]
+                lowest = _site(records[0][1])
+                for rank, record in records[1:]:
+                    self.meetings.setdefault((rank, _site(record), False), set()).add(lowest)
+                    self.meetings.setdefault((rank, lowest, True), set()).add(_site(record))
+        shown = [(rank, record) for rank, record in present.items() if record is not None]
+        lowest = _site(shown[0][1])
+        return all(
+            len(self.meetings.get((rank, _site(record), False), ())) <= 1
+            and len(self.meetings.get((rank, lowest, True), ())) <= 1
+            for rank, record in shown[1:]
+        )
+
+
+def _site(record: Collective) -> _Site:
+    return (record.file, record.line, record.op)
 
 
 def find_desync(view: View, fallen: Fallen) -> Desync | None:
@@ -94,7 +120,6 @@ def _first_difference(view: View, group: int, fallen: Fallen) -> Desync | None:
     scan = _prepare(view, group, fallen)
     if scan is None:
         return None
-    judged = 0
     for seq in sorted({s for ring in scan.rings.values() for s in ring}):
         present: dict[int, Collective | None] = {
             rank: scan.rings[rank].get(seq)
@@ -107,12 +132,10 @@ def _first_difference(view: View, group: int, fallen: Fallen) -> Desync | None:
         if not hard and _same(scan, present):
             continue
         if not hard:
-            key = tuple(sorted((r, c.file, c.line) if c else (r, "", -1) for r, c in present.items()))
-            if key in scan.habits or judged >= _MAX_JUDGED:
+            scan.judged += 1
+            if scan.judged > _MAX_JUDGED or _is_habit(scan, present):
                 _get_used_to(scan, present)
                 continue
-            judged += 1
-            scan.habits.add(key)
         desync = _decide(scan, seq, present, hard)
         if desync is not None:
             return desync
@@ -142,14 +165,12 @@ def _passed(
     """How far each member has come in the group, counting what no hook saw."""
     opened = {r: c for r in rings if (c := view.open_record(r)) is not None and c.group == group}
     passed = {rank: view.passed(rank, group) for rank in rings}
-    if group == WORLD_GROUP and opened:
-        # A rank that a mismatch killed, whose peer died of one, or that timed out in gloo, was inside a
-        # collective. If none of its own is open, it was one that no hook saw: where its peers stood.
+    if group == WORLD_GROUP and opened and fallen.of(Role.MISMATCH):
+        # A rank that a mismatch killed, or whose peer died of one, was inside a collective. If none of its
+        # own is open, it was one that no hook saw: where its peers stood.
         frontier = min(record.seq for record in opened.values())
-        mismatched = fallen.of(Role.MISMATCH)
-        for death in (*mismatched, *fallen.of(Role.VICTIM)):
-            inside = bool(mismatched) or (death.timeout and "gloo" in death.line.line)
-            if inside and death.rank in passed and death.rank not in opened:
+        for death in (*fallen.of(Role.MISMATCH), *fallen.of(Role.VICTIM)):
+            if death.rank in passed and death.rank not in opened:
                 passed[death.rank] = max(passed[death.rank], frontier)
     return passed
 
@@ -192,6 +213,13 @@ def _same(scan: _Scan, present: Mapping[int, Collective | None]) -> bool:
     return all(_mark(scan, rank, record) == first for rank, record in marks)
 
 
+def _is_habit(scan: _Scan, present: Mapping[int, Collective | None]) -> bool:
+    """Different lines in the same step, none of them unseen: are these lines counterparts?"""
+    shown = {rank: record for rank, record in present.items() if record is not None}
+    steps = {record.step - scan.offsets.get(rank, 0) for rank, record in shown.items()}
+    return len(shown) == len(present) and len(steps) == 1 and scan.is_own_line(present)
+
+
 def _get_used_to(scan: _Scan, present: Mapping[int, Collective | None]) -> None:
     """A difference that turned out to be harmless: from here on these ranks count steps that much apart."""
     records = {rank: record for rank, record in present.items() if record is not None}
@@ -204,8 +232,11 @@ def _is_proved(scan: _Scan, seq: int, present: Mapping[int, Collective | None]) 
     """Whether something other than these records says that ranks clashed just here."""
     if seq in scan.proved:
         return True
+    # Equal collectives of different lines or steps would have gone through. One that a hook saw beside one
+    # that none saw would not: where a clash is known, and they stand there, this is it.
     clashed = bool(scan.fallen.of(Role.MISMATCH)) or scan.view.evidence.trigger.kind in ("desync", "deadlock")
-    return clashed and all(record is None or not record.done for record in present.values())
+    unseen = None in present.values()
+    return clashed and unseen and all(record is None or not record.done for record in present.values())
 
 
 def _decide(scan: _Scan, seq: int, present: Mapping[int, Collective | None], hard: bool) -> Desync | None:
@@ -215,9 +246,11 @@ def _decide(scan: _Scan, seq: int, present: Mapping[int, Collective | None], har
         mark = (_shape(record) if record is not None else None) if hard else _mark(scan, rank, record)
         sides.setdefault(mark, []).append(rank)
     judgements = {rank: scan.judge(rank, seq) for rank in present}
-    deviants = [rank for rank in present if judgements[rank].conduct.deviates]
-    by_past = deviants if len(deviants) < len(present) else []
     proved = hard or _is_proved(scan, seq, present)
+    deviants = [r for r in present if judgements[r].conduct.deviates]
+    if not proved:
+        deviants = [r for r in deviants if judgements[r].firm and _objects(scan, judgements[r], present)]
+    by_past = deviants if len(deviants) < len(present) else []
     largest = max(sides.values(), key=len)
     majority = len(present) >= 3 and 2 * len(largest) > len(present)
     minority = [rank for rank in present if rank not in largest]
@@ -242,6 +275,14 @@ def _decide(scan: _Scan, seq: int, present: Mapping[int, Collective | None], har
         majority=majority,
     )
     return Desync(to_finding(scan.view, clash, scan.fallen), hard or seq in scan.proved)
+
+
+def _objects(scan: _Scan, judgement: Judgement, present: Mapping[int, Collective | None]) -> bool:
+    """Whether a rank's past objects to what sets it apart here. Where the lines are counterparts and only
+    the steps differ, that is the number of steps it took, not that it came to this line."""
+    if None in present.values() or judgement.expected is None or judgement.actual is None:
+        return True
+    return _site(judgement.expected) == _site(judgement.actual) or not scan.is_own_line(present)
 
 
 def _by_step_counts(scan: _Scan, ranks: list[int]) -> list[int]:

@@ -120,7 +120,11 @@ def _summary(
             if due
             else f"#{clash.seq} of {group}"
         )
-        then = f"{went_on.op} ({call_site(went_on)})" if went_on is not None else "one issued from C++ (backward?)"
+        then = (
+            f"{went_on.op} ({call_site(went_on)})"
+            if went_on is not None
+            else "one issued from C++ (backward?)"
+        )
         return f"{who} skipped {missed} and went on to {then}"
     if wrong is None:
         return f"{who} is in another collective than {others} at #{clash.seq} of {group}"

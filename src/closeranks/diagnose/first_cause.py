@@ -26,6 +26,8 @@ _SELF_EXPLAINED = frozenset(
     {"app.env_import", "app.config", "app.cuda_oom", "app.host_oom", "app.shm", "storage.full"}
 )
 
+_STANDSTILLS = frozenset({"blocked", "deadlock", "hang_timeout", "early_exit", "init_stall"})
+
 
 def diagnose(evidence: Evidence) -> Verdict:
     """Which rank broke, and how. Pure; odd evidence leads to "unknown", never to an exception."""
@@ -67,11 +69,20 @@ def _decide(view: View) -> Finding:
     cause = find_hang_cause(view, fallen)
     if suspect:
         return _only_a_suspicion(view, cause)
-    if cause is not None:
+    if cause is not None and (_stands_still(view, fallen) or set(cause.ranks) & _finished(fallen)):
         return cause
     if view.evidence.trigger.kind == "init_stall":
         return _init_stall(view)
     return _unknown(view, fallen)
+
+
+def _stands_still(view: View, fallen: Fallen) -> bool:
+    """Whether anybody claims that nothing moves: one look at ranks that wait doesn't show it."""
+    return view.evidence.trigger.kind in _STANDSTILLS or any(d.timeout for d in fallen.of(Role.VICTIM))
+
+
+def _finished(fallen: Fallen) -> set[int]:
+    return {death.rank for death in fallen.of(Role.FINISHED)}
 
 
 def _before(finding: Finding | None, other: Finding) -> bool:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from closeranks.diagnose.circle_words import circle
 from closeranks.diagnose.deaths import Fallen, Role
-from closeranks.diagnose.hang_words import deadlock, early_exit, frozen, host_block, late_arrival
+from closeranks.diagnose.hang_words import early_exit, frozen, host_block, late_arrival
 from closeranks.diagnose.history import Conduct, History
 from closeranks.diagnose.stacks import in_collective
 from closeranks.diagnose.status import is_stopped
@@ -125,7 +126,7 @@ def find_hang_cause(view: View, fallen: Fallen) -> Finding | None:
     if trigger.kind == "blocked" and outside:
         return host_block(view, graph.waits, outside, (), 0.8)
     if trigger.kind == "deadlock" and len(graph.waits) == len(view.order):
-        return deadlock(view, (), {}, 0.5)
+        return circle(view, (), graph.waits, 0.5, {})
     return None
 
 
@@ -162,14 +163,18 @@ def _left(view: View, graph: WaitGraph, gone: list[int]) -> Finding | None:
 
 
 def _out_of_step(view: View, ranks: Collection[int]) -> bool:
-    """Whether these ranks have met in different steps for as long as their rings reach: then one of them
-    skipped or added a collective before that, and which one is no longer recorded."""
+    """Whether these ranks have met in different steps, or seen with unseen collectives, for as long as their
+    rings reach: then one of them skipped or added one before that, and which one is no longer recorded."""
     for group in view.groups():
         rings = [ring for r in ranks if (ring := view.rings.get(r, {}).get(group))]
-        if len(rings) == len(ranks):
-            common = set(rings[0]).intersection(*rings[1:])
-            if common and all(len({ring[seq].step for ring in rings}) > 1 for seq in common):
-                return True
+        if len(rings) < len(ranks):
+            continue
+        common = set(rings[0]).intersection(*rings[1:])
+        if common and all(len({ring[seq].step for ring in rings}) > 1 for seq in common):
+            return True
+        first, last = max(min(ring) for ring in rings), min(max(ring) for ring in rings)
+        if any(first <= seq <= last and seq not in common for ring in rings for seq in ring):
+            return True
     return False
 
 
@@ -182,16 +187,19 @@ def _open_conduct(view: View, rank: int) -> Conduct:
     return history.judge(index).conduct if index is not None else Conduct.NO_HISTORY
 
 
-def _circle(view: View, graph: WaitGraph) -> Finding:
+def _circle(view: View, graph: WaitGraph) -> Finding | None:
     """All who are waited for wait themselves: someone entered its groups in another order than the rest."""
+    concerned = set(graph.waiters).union(*graph.edges.values())
+    if any(wait.seq is None for rank in concerned for wait in graph.waits.get(rank, ())):
+        return None  # not a circle as far as is known: nobody knows where that rank was
     conducts = {rank: _open_conduct(view, rank) for rank in graph.waiters}
     odd = tuple(rank for rank, conduct in conducts.items() if conduct.deviates)
     if odd and len(odd) < len(conducts):
-        return deadlock(view, odd, graph.waits, 0.85, conducts)
+        return circle(view, odd, graph.waits, 0.85, conducts)
     absent = _absent_from_fullest(view, graph)
     if absent:
-        return deadlock(view, absent, graph.waits, 0.65, conducts)
-    return deadlock(view, (), graph.waits, 0.5, conducts)
+        return circle(view, absent, graph.waits, 0.65, conducts)
+    return circle(view, (), graph.waits, 0.5, conducts)
 
 
 def _absent_from_fullest(view: View, graph: WaitGraph) -> tuple[int, ...]:

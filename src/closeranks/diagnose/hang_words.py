@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from closeranks.diagnose.history import Conduct
 from closeranks.diagnose.status import (
     blocked_reason,
-    call_site,
     collective_text,
     frame_text,
+    short_collective,
     stack_text,
     status_text,
 )
 from closeranks.diagnose.text import clean, fold_ranks
 from closeranks.diagnose.verdicts import Finding, line
 from closeranks.diagnose.view import View
-from closeranks.evidence import EvidenceLine, RankEvidence
+from closeranks.evidence import EvidenceLine, ProcessFacts, RankEvidence
 from closeranks.policy.waits import blocked_forever
 from closeranks.progress import Collective, Phase
 
-__all__ = ["deadlock", "early_exit", "frozen", "host_block", "late_arrival"]
+__all__ = ["early_exit", "frozen", "host_block", "late_arrival", "waiting_lines"]
 
 
 class _Waits(Protocol):
@@ -63,13 +62,18 @@ def _standing(view: View, rank: int) -> list[EvidenceLine]:
         lines.append(
             line(
                 f"rank {rank} /proc",
-                f"state {clean(process.state, 4)}{where}, {len(process.threads)} threads, "
-                f"{process.cpu_s:.1f} s CPU",
+                f"state {clean(process.state, 4)}{where}, {_threads(process)}{process.cpu_s:.1f} s CPU",
                 why,
             )
         )
     if not entry.answered and entry.exit is None and any(view.ranks[r].answered for r in view.order):
-        lines.append(line(f"rank {rank} evidence thread", "did not answer", "it holds the GIL or can't run"))
+        lines.append(
+            line(
+                f"rank {rank} evidence thread",
+                "its evidence thread did not answer",
+                "it holds the GIL or can't run",
+            )
+        )
     page = view.pages.get(rank)
     if page is not None:
         lines.append(
@@ -80,6 +84,11 @@ def _standing(view: View, rank: int) -> list[EvidenceLine]:
             )
         )
     return lines
+
+
+def _threads(process: ProcessFacts) -> str:
+    count = len(process.threads)
+    return f"{count} thread{'s' if count != 1 else ''}, " if count else ""
 
 
 def _since(view: View, rank: int) -> str:
@@ -185,8 +194,7 @@ def _awaited(view: View, waits: _WaitMap, waiters: tuple[int, ...]) -> str:
     for rank in waiters:
         record = view.open_record(rank)
         if record is not None:
-            group = view.group_label(record.group)
-            return f" and never entered {record.op} #{record.seq} of {group} ({call_site(record)})"
+            return f" and never entered {short_collective(view, record)}"
     return ""
 
 
@@ -211,8 +219,8 @@ def late_arrival(view: View, place: Collective, late: tuple[int, ...], waited: t
         leaf="app.hang",
         kind="never_enters",
         ranks=late,
-        summary=f"{fold_ranks(late)} came to {place.op} #{place.seq} of {view.group_label(place.group)} "
-        f"{delay_s:.1f} s late ({call_site(place)}); {fold_ranks(waited)} timed out waiting for it",
+        summary=f"{fold_ranks(late)} came {delay_s:.1f} s late to {short_collective(view, place)}; "
+        f"{fold_ranks(waited)} timed out waiting for it",
         signature=f"late for {place.op} at {place.where}",
         confidence=0.8,
         lines=tuple(lines),
@@ -232,11 +240,7 @@ def early_exit(
     """Ranks that finished while others still wait for them, or (``extra``) the few that wait for more than
     there was."""
     record = next((c for r in waiters if (c := view.open_record(r)) is not None), None)
-    place = (
-        f"{record.op} #{record.seq} of {view.group_label(record.group)} ({call_site(record)})"
-        if record
-        else "a collective"
-    )
+    place = short_collective(view, record) if record else "a collective"
     lines = [
         line(f"{fold_ranks(gone)} exit", "finished with exit code 0", "it left the others"),
         *waiting_lines(view, waiters, "nobody else comes to this collective"),
@@ -275,69 +279,4 @@ def early_exit(
         confidence=confidence,
         lines=tuple(lines),
         onset_ns=min(exits, default=None),
-    )
-
-
-def deadlock(
-    view: View, culprits: tuple[int, ...], waits: _WaitMap, confidence: float,
-    conducts: Mapping[int, Conduct] | None = None,
-) -> Finding:  # fmt: skip
-    """Ranks that wait for each other in different groups."""
-    waiting = sorted(waits) or list(view.order)
-    records = {r: c for r in waiting if (c := view.open_record(r)) is not None}
-    why = "it waits in a group that others have not come to"
-    lines = [
-        *waiting_lines(
-            view, culprits, "not the collective it came to before, or not the one that most came to"
-        ),
-        *waiting_lines(view, (r for r in waiting if r not in culprits), why),
-    ]
-    for rank in (*culprits[:1], *[r for r in waiting if r not in culprits][:1]):
-        if stack := stack_text(view.ranks[rank]):
-            lines.append(line(f"rank {rank} stack", stack, "where it waits"))
-    places = sorted({f"{c.op} at {c.where}" for c in records.values()})
-    seen = "; ".join(
-        sorted(
-            {f"{c.op} #{c.seq} of {view.group_label(c.group)} ({call_site(c)})" for c in records.values()}
-        )[:3]
-    )
-    onset = min((c.mono_ns for c in records.values() if c.mono_ns), default=None)
-    if not culprits:
-        return Finding(
-            "comm.desync", "deadlock", (), f"all ranks wait for each other: {seen or 'in collectives'}",
-            f"deadlock {' / '.join(places[:4])}", confidence, tuple(lines), onset,
-            ("earlier steps, which would show who changed the order", "the peers of send and recv calls"),
-        )  # fmt: skip
-    record = records.get(culprits[0])
-    skipped = conducts is not None and conducts.get(culprits[0]) is Conduct.SKIPPED
-    kind = "skip_collective" if skipped else "wrong_order"
-    did = (
-        "went on without a collective that the others wait in, to"
-        if skipped
-        else "entered its groups in another order than the others: it waits in"
-    )
-    here = (
-        f"{record.op} #{record.seq} of {view.group_label(record.group)} ({call_site(record)})"
-        if record
-        else "a collective"
-    )
-    theirs = next(
-        (c for r, c in records.items() if r not in culprits and (record is None or c.group != record.group)),
-        None,
-    )
-    others = (
-        f", they wait in {theirs.op} #{theirs.seq} of {view.group_label(theirs.group)} ({call_site(theirs)})"
-        if theirs
-        else ""
-    )
-    about = theirs if skipped and theirs else record
-    return Finding(
-        leaf="comm.desync",
-        kind=kind,
-        ranks=culprits,
-        summary=f"{fold_ranks(culprits)} {did} {here}{others}",
-        signature=f"{kind} {about.op} at {about.where}" if about else kind,
-        confidence=confidence,
-        lines=tuple(lines),
-        onset_ns=onset,
     )

@@ -17,6 +17,8 @@ from closeranks.progress import Collective, Page
 
 __all__ = ["Conduct", "History", "Judgement"]
 
+_FIRM_CONTEXT = 4  # tokens in a row that were the same before: then what followed them is a pattern
+
 _Token = tuple[int, str, int, str, int]
 
 
@@ -45,6 +47,7 @@ class Judgement:
     expected: Collective | None = None
     actual: Collective | None = None
     agreeing: int = 0
+    firm: bool = False  # the past was long enough to have a pattern
 
 
 class History:
@@ -68,8 +71,9 @@ class History:
     def index_of(self, group: int, seq: int) -> int | None:
         return self._at.get((group, seq))
 
-    def _predict(self, index: int) -> tuple[int | None, int]:
-        """The past position most like ``index`` (its token is the prediction), and how often it agreed.
+    def _predict(self, index: int) -> tuple[int | None, int, bool]:
+        """The past position most like ``index`` (its token is the prediction), how often that token came
+        before, and whether its context did.
 
         Of all places whose preceding tokens agree with ours over the longest stretch, what most often
         followed; the newest in a tie. The first token of the ring takes no part: its distance is unknown.
@@ -91,17 +95,18 @@ class History:
                 at = text.find(suffix, at + 1, index - 1)
             votes = Counter(text[i] for i in found)
             best = max(reversed(found), key=lambda i: votes[text[i]])
-            return best, text.count(text[best], 1, index)
+            times = text.count(text[best], 1, index)
+            return best, times, times >= 2 and length >= _FIRM_CONTEXT
         # Too short a past for context: take what is usual, if anything is.
         usual = Counter(text[1:index]).most_common(1)
         if usual and usual[0][1] * 3 >= (index - 1) * 2:
-            return text.rfind(usual[0][0], 1, index), usual[0][1]
-        return None, 0
+            return text.rfind(usual[0][0], 1, index), usual[0][1], False
+        return None, 0, False
 
     def judge(self, index: int) -> Judgement:
         """How the record at ``index`` fits what came before it."""
         actual = self.records[index]
-        predicted, agreeing = self._predict(index)
+        predicted, agreeing, firm = self._predict(index)
         if predicted is None:
             return Judgement(Conduct.NO_HISTORY, None, actual)
         expected = self.records[predicted]
@@ -114,7 +119,7 @@ class History:
             conduct = Conduct.OTHER_TYPE
         else:
             conduct = self._judge_order(index, predicted)
-        return Judgement(conduct, expected, actual, agreeing)
+        return Judgement(conduct, expected, actual, agreeing, firm)
 
     def _judge_order(self, index: int, predicted: int) -> Conduct:
         """Another token than the predicted one: was one left out, or one put in?"""
@@ -184,11 +189,11 @@ class History:
         last = mine[-1]
         if last != len(self.records) - 1 or last < 1:
             return Judgement(Conduct.NO_HISTORY)
-        predicted, agreeing = self._predict(last + 1)
+        predicted, agreeing, firm = self._predict(last + 1)
         if predicted is None and len({(r.file, r.line) for r in self.records}) == 1:
             predicted, agreeing = last, 1  # twice the same line and nothing else: that far apart
         if predicted is None or (gap := self._distance(predicted)) is None:
             return Judgement(Conduct.NO_HISTORY)
         late = seq >= self.records[last].seq + gap
         conduct = Conduct.SKIPPED if late else Conduct.AS_BEFORE
-        return Judgement(conduct, self.records[predicted], None, agreeing)
+        return Judgement(conduct, self.records[predicted], None, agreeing, firm)

@@ -136,7 +136,11 @@ def _why(view: View, verdict: Verdict, has_trace: bool) -> list[str]:
         if fold_ranks(ranks) not in named:
             rows.append((fold_ranks(ranks), status))
     column = min(24, max((len(name) for name, _ in rows), default=0))
-    return [f"{name.ljust(column)}  {text}" for name, text in rows[:9]]
+    before = ["", *(name for name, _ in rows)]
+    return [
+        f"{(name if name != last else '').ljust(column)}  {text}"
+        for last, (name, text) in zip(before, rows[:9], strict=False)
+    ]
 
 
 def _split_source(entry: EvidenceLine, view: View) -> tuple[frozenset[int] | None, str]:

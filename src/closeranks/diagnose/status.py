@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
+from closeranks.diagnose.messages import Blame, read_error
 from closeranks.diagnose.stacks import in_collective, user_frame, why_blocked
 from closeranks.diagnose.text import clean, place
 from closeranks.diagnose.view import View
@@ -16,6 +19,7 @@ __all__ = [
     "collective_text",
     "error_text",
     "frame_text",
+    "short_collective",
     "is_stopped",
     "stack_text",
     "status_text",
@@ -60,6 +64,11 @@ def collective_text(view: View, record: Collective) -> str:
     )
 
 
+def short_collective(view: View, record: Collective) -> str:
+    """``all_reduce #114 of the default group (train.py:57)``."""
+    return f"{record.op} #{record.seq} of {view.group_label(record.group)} ({call_site(record)})"
+
+
 def error_text(entry: RankEvidence, limit: int = 200) -> str:
     """``ValueError: bad batch at train.py:57``."""
     error = entry.error
@@ -70,6 +79,15 @@ def error_text(entry: RankEvidence, limit: int = 200) -> str:
     file, _, number = error.place.rpartition(":")
     where = place(file, int(number)) if file and number.isdecimal() else clean(error.place, 120)
     return name + (f": {message}" if message else "") + (f" at {where}" if where else "")
+
+
+# gloo and c10d put the C++ line before the message and advice behind it.
+_WRAPPING = re.compile(r"^(?:\s*what\(\):)?\s*(?:\[(?:enforce fail at )?[^\]\s]{0,300}:\d+\])?\s*")
+
+
+def said(message: str, limit: int = 120) -> str:
+    """The heart of a library's error message, in one line."""
+    return clean(_WRAPPING.sub("", message[:2000], count=1).partition(". This is typically")[0], limit)
 
 
 def is_stopped(process: ProcessFacts | None) -> bool:
@@ -111,10 +129,15 @@ def status_text(view: View, rank: int) -> str:
     """What the rank did when evidence was taken, the most telling fact first."""
     entry = view.ranks[rank]
     if entry.error is not None:
+        error = entry.error
+        reading = read_error(error.type, error.message, error.traceback)
+        if reading.blame is Blame.PEER:
+            return f"{'gave up waiting' if reading.timeout else 'lost a peer'}: {said(error.message)}"
         return f"raised {error_text(entry, 100)}"
     if entry.exit is not None:
         if entry.exit.signal is not None:
-            return f"was killed by {signal_name(entry.exit.signal)}"
+            words = f": {said(entry.aborted_by)}" if entry.aborted_by else ""
+            return f"was killed by {signal_name(entry.exit.signal)}{words}"
         return "finished with exit code 0" if entry.exit.ok else f"exited with code {entry.exit.code}"
     process, page = entry.process, view.pages.get(rank)
     if is_stopped(process):

@@ -343,8 +343,12 @@ class _Fold:
         if len(self.incidents) < MAX_GENERATIONS:
             self.incidents.append(incident)
         self.incident = incident
+        # Capture comes first and is in a hurry: the record may be written after it.
+        knew = _int(record.data, "detected_mono_ns")
+        knew_ns = t_ns if knew is None else min(max(self.clock.at(knew), broke_ns), t_ns)
         self.bucket = Bucket.DETECT
-        self.enter(t_ns, Bucket.EVIDENCE)
+        self.enter(knew_ns, Bucket.EVIDENCE)
+        self.close(t_ns)
 
     def verdict(self, record: RecordLike, t_ns: int) -> None:
         wanted = _text(record.data, "incident_id")

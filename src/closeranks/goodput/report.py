@@ -14,8 +14,8 @@ from closeranks.goodput.summary import NS, PHASES, Bucket, Generation, Incident,
 
 __all__ = ["duration", "percent", "render", "to_json"]
 
-MAX_ROWS = 10  # of each table: the newest
-MIN_WIDTH = 60
+MAX_ROWS = 6  # of each table: the newest; more incidents than that are told shorter, and summed by cause
+MIN_WIDTH = 76
 MAX_WIDTH = 160
 _WIDE = 110  # from here on an incident's phases are columns, below they are a line of their own
 _MAX_CAUSES = 5
@@ -26,12 +26,12 @@ _LOOKS = {
     Bucket.START_UP: ("=", "▒", 110),
     Bucket.RESTART: ("+", "▓", 67),
     Bucket.LOST: ("x", "░", 167),
-    Bucket.DETECT: (".", "╴", 222),
-    Bucket.EVIDENCE: (":", "┄", 179),
-    Bucket.KILL: ("!", "╳", 173),
-    Bucket.BACK_OFF: ("-", "─", 146),
-    Bucket.STOPPING: ("~", "═", 245),
-    Bucket.UNKNOWN: ("?", "?", 240),
+    Bucket.DETECT: (".", "─", 178),
+    Bucket.EVIDENCE: (":", "┄", 180),
+    Bucket.KILL: ("!", "┃", 173),
+    Bucket.BACK_OFF: ("-", "═", 146),
+    Bucket.STOPPING: ("~", "▁", 245),
+    Bucket.UNKNOWN: ("?", "·", 240),
 }
 _OUTCOME_COLOURS = {
     Outcome.FINISHED: 71,
@@ -46,13 +46,13 @@ _OUTCOME_COLOURS = {
 
 
 def duration(seconds: float | None) -> str:
-    """Three figures or so: 4 ms, 0.14 s, 42.1 s, 12 min 03 s, 3 h 04 min, 2 d 05 h."""
+    """Three figures or so, eight characters at most: 4 ms, 0.14 s, 42.1 s, 12m 03s, 3h 04m, 2d 05h."""
     if seconds is None:
         return "unknown"
-    if seconds < 0.0005:
-        return (
-            "0 s" if seconds < 0.0000005 else f"{seconds * 1000:.1f} ms" if seconds >= 0.00005 else "0.0 ms"
-        )
+    if seconds < 0.00005:
+        return "0 s"
+    if seconds < 0.00095:
+        return f"{seconds * 1000:.1f} ms"
     if seconds < 0.0995:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 9.995:
@@ -61,12 +61,12 @@ def duration(seconds: float | None) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {rest:02} s"
+        return f"{minutes}m {rest:02}s"
     hours, minutes = divmod(round(seconds / 60), 60)
     if hours < 24:
-        return f"{hours} h {minutes:02} min"
+        return f"{hours}h {minutes:02}m"
     days, hours = divmod(round(seconds / 3600), 24)
-    return f"{days:,} d {hours:02} h"
+    return f"{days}d {hours:02}h"
 
 
 def percent(part: float) -> str:
@@ -75,6 +75,10 @@ def percent(part: float) -> str:
     scale = 10**digits
     shown = int(part * 100 * scale + 1e-9) / scale
     return f"{shown:.{digits}f} %" if shown or not part else "<0.1 %"
+
+
+def _count(number: int) -> str:
+    return f"{number:,}" if number < 1_000_000 else f"{number / 1e6:,.1f}M"
 
 
 def _clock(wall_ns: int, summary: RunSummary) -> str:
@@ -175,18 +179,17 @@ class _Page:
             rest = left.lstrip()
         return [*out, self.fit(rest, width)] if rest else out or [""]
 
-    def glyph(self, bucket: Bucket) -> str:
+    def bar(self, bucket: Bucket, cells: int = 1) -> str:
         plain, block, colour = _LOOKS[bucket]
-        if self.ascii_only:
-            return self.tint(plain, colour)
-        return self.tint("█", colour) if self.colour else block
+        glyph = plain if self.ascii_only else "█" if self.colour else block
+        return self.tint(glyph * cells, colour)
 
 
 # --- the screen -------------------------------------------------------------------------------------
 
 
 def render(summary: RunSummary, *, width: int, colour: bool, ascii_only: bool = False) -> str:
-    """The report as lines of at most ``width`` columns (60 to 160 are honoured), with a final newline.
+    """The report as lines of at most ``width`` columns (76 to 160 are honoured), with a final newline.
 
     ``colour``: ANSI sequences may be used; ``ascii_only``: the output's encoding has no block characters.
     """
@@ -226,9 +229,9 @@ def _header(summary: RunSummary, page: _Page) -> list[str]:
     where = " on ".join(part for part in (ranks, page.clean(summary.node)) if part)
     made_by = f"closeranks {page.clean(summary.version)}" if summary.version else ""
     command = page.clean(" ".join(summary.argv) or summary.entrypoint)
-    tail = page.dot.join(part for part in (where, made_by) if part)
-    room = inner - _width(tail) - (len(page.dot) if tail else 0)
-    lines.append(page.dot.join(part for part in (page.fit(command, max(room, 20)), tail) if part))
+    tail = page.fit(page.dot.join(part for part in (where, made_by) if part), 2 * inner // 3)
+    command = page.fit(command, inner - _width(tail) - len(page.dot))
+    lines.append(page.dot.join(part for part in (command, tail) if part))
     began = _utc(summary.started_wall_ns, "%Y-%m-%d %H:%M:%S UTC")
     count = len(summary.incidents)
     facts = [f"started {began}", duration(summary.elapsed_s)]
@@ -237,6 +240,16 @@ def _header(summary: RunSummary, page: _Page) -> list[str]:
     if summary.reason and summary.outcome is not Outcome.FINISHED:
         lines += page.wrap(page.clean(summary.reason), inner, 3)
     return [lines[0], *(page.dim(line) for line in lines[1:])]
+
+
+def _recovery(summary: RunSummary) -> str:
+    downs = [incident.down_s for incident in summary.incidents if incident.recovered]
+    if not downs:
+        return "of the time went into steps that counted"
+    middle, longest = duration(statistics.median(downs)), duration(max(downs))
+    if middle == longest:
+        return f"next step {middle} after a break"
+    return f"next step {middle} after a break (median; longest {longest})"
 
 
 def _cells(summary: RunSummary, count: int) -> dict[Bucket, int]:
@@ -257,25 +270,21 @@ def _buckets(summary: RunSummary, page: _Page) -> list[str]:
     if low is None or high is None:
         return [page.dim("nothing has been recorded yet")]
     shown = percent(low) if low == high else f"{percent(low)} to {percent(high)}"
-    meaning = "of the time was spent on steps that counted"
-    downs = [i.down_s for i in summary.incidents if i.recovered]
-    if downs:
-        meaning = f"from a break to the next step: median {duration(statistics.median(downs))}"
-        meaning += f", longest {duration(max(downs))}" if len(downs) > 1 else ""
     head = f"ETTR {shown}"
-    lines = [page.bold(head) + page.dim(page.fit(f"   {meaning}", inner - len(head)))]
+    told = page.dim(page.fit(f"   {_recovery(summary)}", inner - len(head)))
+    lines = [page.bold(head) + told]
     cells = _cells(summary, inner)
-    lines.append("".join(page.glyph(bucket) * cells[bucket] for bucket in _LOOKS))
+    lines.append("".join(page.bar(bucket, cells[bucket]) for bucket in _LOOKS))
     used = [bucket for bucket in _LOOKS if summary.buckets_ns[bucket]]
     entries = [
-        f"{page.glyph(b)} {b.value:<10} {duration(summary.seconds(b)):>12} "
+        f"{page.bar(b)} {b.value:<10} {duration(summary.seconds(b)):>8} "
         + page.dim(f"{percent(summary.buckets_ns[b] / summary.elapsed_ns):>8}")
         for b in used
     ]
-    columns = inner // 36
+    columns = (inner + 4) // 36
     height = -(-len(entries) // columns)
     for row in range(height):
-        line = "   ".join(entries[i] for i in range(row, len(entries), height))
+        line = "    ".join(entries[i] for i in range(row, len(entries), height))
         lines.append(line)
     return lines
 
@@ -299,7 +308,7 @@ def _more(hidden: int, page: _Page) -> list[str]:
 def _generations(summary: RunSummary, page: _Page) -> list[str]:
     shown = summary.generations[-MAX_ROWS:]
     clock = 8 if summary.elapsed_s < 20 * 3600 else 11
-    widths = [-4, clock, -10, -11, -10, -10]
+    widths = [-4, clock, -10, -11, -9, -8]
     ended = page.width - 4 - sum(abs(w) for w in widths) - 2 * len(widths)
     rows = [
         (
@@ -307,8 +316,8 @@ def _generations(summary: RunSummary, page: _Page) -> list[str]:
             _clock(g.wall_ns, summary),
             "none" if g.first_step_s is None else duration(g.first_step_s - g.started_s),
             duration(g.ended_s - g.started_s),
-            f"{g.steps:,}",
-            "unknown" if g.lost_steps is None else f"{g.lost_steps:,}",
+            _count(g.steps),
+            "unknown" if g.lost_steps is None else _count(g.lost_steps),
             _how_ended(g, summary, page),
         )
         for g in shown
@@ -328,20 +337,24 @@ def _how_ended(generation: Generation, summary: RunSummary, page: _Page) -> str:
 
 
 def _why(incident: Incident, page: _Page) -> str:
-    text = page.clean(incident.summary or incident.detail or incident.leaf or "no verdict was recorded")
+    text = page.clean(incident.summary or incident.detail) or "no verdict was recorded"
     if incident.injected:
         text += " (injected)"
     if incident.leftovers:
-        text += f"; {len(incident.leftovers)} processes could not be killed"
+        text += f"; {len(incident.leftovers)} of its processes could not be killed"
     return text
 
 
-def _ranks(incident: Incident) -> str:
-    ranks = incident.culprit_ranks
-    if not ranks:
-        return "?"
-    text = ",".join(str(rank) for rank in ranks[:3])
-    return text if len(ranks) <= 3 and len(text) <= 6 else f"{len(ranks)} of 'em" if len(text) > 99 else text
+def _ranks(ranks: Sequence[int]) -> str:
+    """0-3 for neighbours, 0,2 for others, and 12x where that gets too long for its column."""
+    spans: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    return (text if len(text) <= 6 else f"{len(set(ranks)):,}x") or "?"
 
 
 def _phase_s(incident: Incident, bucket: Bucket) -> float:
@@ -352,28 +365,33 @@ def _phase_s(incident: Incident, bucket: Bucket) -> float:
 
 def _incidents(summary: RunSummary, page: _Page) -> list[str]:
     shown = summary.incidents[-MAX_ROWS:]
-    first = len(summary.incidents) - len(shown) + 1
-    clock = 8 if summary.elapsed_s < 20 * 3600 else 11
+    hidden = len(summary.incidents) - len(shown)
     wide = page.width >= _WIDE
     phases = [p for p in PHASES if any(_phase_s(i, p) for i in shown)]
-    numbers = ([-8] * len(phases) if wide else []) + [-8, -9]
-    fixed = [-3, clock, -6]
-    room = page.width - 4 - sum(abs(w) for w in fixed + numbers) - 2 * (len(fixed) + len(numbers))
-    widths = [*fixed, room, *numbers]
-    heads = ("#", "when", "rank", "why", *([p.value for p in phases] if wide else []), "down", "lost work")
+    numbers = ([-8] * len(phases) if wide else []) + [-9, -9]
+    fixed = [-4, 8 if summary.elapsed_s < 20 * 3600 else 11, -6]
+    cause = page.width - 4 - sum(abs(w) for w in fixed + numbers) - 2 * (len(fixed) + len(numbers))
+    widths = [*fixed, cause, *numbers]
+    heads = ("#", "when", "rank", "cause", *([p.value for p in phases] if wide else []), "down", "lost work")
     lines = _table(page, heads, [], widths)
-    indent = " " * (sum(abs(w) for w in fixed) + 2 * len(fixed))
-    for number, incident in enumerate(shown, first):
-        why = page.wrap(_why(incident, page), room, 2)
-        times = [duration(_phase_s(incident, p)) for p in phases] if wide else []
-        cells = (str(number), _clock(incident.wall_ns, summary), _ranks(incident), why[0], *times)
+    for number, incident in enumerate(shown, hidden + 1):
+        times = [duration(_phase_s(incident, p)) for p in phases]
+        name = page.clean(incident.leaf or incident.trigger) or "unknown"
+        cells = (
+            str(number),
+            _clock(incident.wall_ns, summary),
+            _ranks(incident.culprit_ranks),
+            name,
+            *(times if wide else []),
+        )
         row = (*cells, duration(incident.down_s), duration(incident.lost_work_s))
         lines += _table(page, heads, [row], widths)[1:]
-        lines += [indent + line for line in why[1:]]
-        if not wide:
-            told = page.dot.join(f"{p.value} {duration(_phase_s(incident, p))}" for p in phases)
-            lines += [indent + page.dim(line) for line in page.wrap(told, page.width - 4 - len(indent), 2)]
-    return [page.bold("Incidents"), *lines, *_more(first - 1, page)]
+        indent, room = " " * 6, page.width - 10
+        lines += [indent + line for line in page.wrap(_why(incident, page), room, 1 if hidden else 2)]
+        if not wide and not hidden:
+            told = page.dot.join(f"{p.value} {t}" for p, t in zip(phases, times, strict=True))
+            lines += [indent + page.dim(line) for line in page.wrap(told, room, 2)]
+    return [page.bold("Incidents"), *lines, *_more(hidden, page)]
 
 
 def _causes(summary: RunSummary, page: _Page) -> list[str]:

@@ -55,6 +55,8 @@ class Work:
 
     def end(self, t_ns: int) -> None:
         self.ended_ns = t_ns
+        # What was looked at after the break had happened before it.
+        self.points = [Point(min(p.t_ns, t_ns), p.step, p.absolute) for p in self.points]
         self._thin(MAX_POINTS_ENDED)
 
     def progress(self, t_ns: int, step: int, absolute: int | None) -> None:

@@ -79,13 +79,13 @@ class Finding:
     trigger: Trigger
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Track:
-    """What is remembered of one rank.
+    """What is remembered of one rank. Never changed once made (frozen, it would take three times as long).
 
     ``quiet_s``: observed time since its last sign of life. ``stopped_s``: how long it has been seen in state
-    T, None if it isn't. ``seen``: the newest sample, with details of earlier ones that still hold.
-    ``tainted``: during this silence somebody was stopped or traced, so nothing is learned from it.
+    T, None if it isn't. ``seen``: the newest sample. ``detail``: what earlier ones said of it beyond that,
+    None if it has moved since.
     """
 
     rank: int
@@ -94,13 +94,13 @@ class Track:
     stopped_s: float | None = None
     unread_s: float = 0.0  # since the state letter was last read
     traced: bool = False
-    tainted: bool = False
     gone_s: float | None = None
     step: int = 0
     step_ns: int = 0
     since_step_s: float = 0.0
     intervals_s: tuple[float, ...] = ()
     seen: RankSample | None = None
+    detail: RankSample | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +163,8 @@ class HangState:
 class Scene:
     """One moment, as the proofs look at it.
 
-    ``samples`` include details of earlier looks that still hold. ``letters``, ``detailed``: state letters,
-    or details, were read in this very sample.
+    ``samples``: of each rank the newest with details, where it hasn't moved since, else the newest.
+    ``letters``, ``detailed``: state letters, or details, were read in this very sample.
     """
 
     tracks: Mapping[int, Track]

@@ -40,7 +40,8 @@ def evaluated(scene: Scene) -> frozenset[str]:
 def _stopped(scene: Scene) -> Candidate | None:
     """Somebody is in state T. Were all of them, someone would have suspended the job."""
     living = scene.living
-    stopped = sorted(s.rank for s in living if s.letter == "T" and scene.tracks[s.rank].stopped_s is not None)
+    tracks = scene.tracks.values()
+    stopped = sorted(t.rank for t in tracks if t.stopped_s is not None and t.seen and t.seen.letter == "T")
     if not stopped or len(stopped) == len(living):
         return None
     stopped_s = max(scene.tracks[rank].stopped_s or 0.0 for rank in stopped)
@@ -51,12 +52,12 @@ def _stopped(scene: Scene) -> Candidate | None:
 
 def desync(scene: Scene) -> Candidate | None:
     """A rank has itself seen that its neighbour is in another collective at the same place."""
-    for sample in scene.living:
-        page = sample.page
-        if page is None or page.desync_rank is None or page.desync_rank == sample.rank:
+    for track in scene.tracks.values():
+        page = track.seen.page if track.seen is not None and track.seen.alive else None
+        if page is None or page.desync_rank is None or page.desync_rank == track.rank:
             continue
         if 0 <= page.desync_rank < scene.world_size:
-            ranks = tuple(sorted((sample.rank, page.desync_rank)))
+            ranks = tuple(sorted((track.rank, page.desync_rank)))
             text = f"{describe_ranks(ranks)} are in different collectives at sequence {page.desync_seq}"
             return Candidate("desync", ranks, text, 0.0)
     return None
@@ -87,7 +88,8 @@ def _stuck(scene: Scene) -> Candidate | None:
     missing = {rank for verdict in verdicts for rank in verdict.missing}
     if any(not scene.samples[rank].alive and not _left(scene.samples[rank]) for rank in missing):
         return None  # it died: an incident of its own, and known by its exit
-    need_s, idle = CONFIRM_S, ()
+    need_s: float = CONFIRM_S
+    idle: tuple[int, ...] = ()
     if not all(_final(scene, verdict) for verdict in verdicts):
         # Somebody who hasn't come yet could still come, from another thread than the one that waits.
         if not all(_may_be_waiting_only(sample) for sample in scene.living):
@@ -125,20 +127,16 @@ def _may_be_waiting_only(sample: RankSample) -> bool:
 
 
 def _odd_ones(ends: dict[int, list[Hopeless]]) -> tuple[int, ...]:
-    """The minority of those who met in different collectives; all of them where there is none."""
-    met: set[int] = set()
-    kinds: dict[int, tuple[str, int, str]] = {}
-    for rank, verdicts in ends.items():
-        for verdict in verdicts:
-            if verdict.mismatched:
-                met |= {rank, *verdict.mismatched}
-            record = verdict.op.record
-            shape = (record.numel, record.dtype) if record is not None else (0, "")
-            kinds[rank] = (verdict.op.name, *shape)
-    most_common = Counter(kinds[rank] for rank in met if rank in kinds).most_common(1)
-    common, count = most_common[0]
-    minority = {rank for rank in met if kinds.get(rank) != common}
-    return tuple(sorted(minority if minority and 2 * count > len(met) else met))
+    """Of those who met in different collectives, the ones that differ from the most others."""
+    pairs = {
+        frozenset((rank, other))
+        for rank, verdicts in ends.items()
+        for verdict in verdicts
+        for other in verdict.mismatched
+    }
+    differs = Counter(rank for pair in pairs for rank in pair)
+    most = max(differs.values())
+    return tuple(sorted(rank for rank, count in differs.items() if count == most))
 
 
 def _places(scene: Scene, ranks: list[int]) -> str:

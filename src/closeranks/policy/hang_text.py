@@ -20,7 +20,7 @@ def describe_ranks(ranks: Iterable[int]) -> str:
     return f"ranks {', '.join(map(str, known[:-1]))} and {known[-1]}"
 
 
-def choose(ranks: Sequence[int], one: str, many: str) -> str:
+def choose(ranks: Sequence[object], one: str, many: str) -> str:
     """The form of a verb or pronoun that goes with these ranks."""
     return one if len(ranks) == 1 else many
 

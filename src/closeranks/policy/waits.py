@@ -11,13 +11,14 @@ include/uapi/asm-generic/unistd.h for aarch64. The format of /proc/PID/syscall i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from closeranks.evidence import ProcessFacts, ThreadFacts
 
 __all__ = [
+    "EVIDENCE_THREAD",
     "SyscallRecord",
     "Wait",
     "at_rest",
@@ -26,6 +27,7 @@ __all__ = [
     "classify",
     "parse_syscall",
     "subject_of",
+    "thread_waits",
 ]
 
 
@@ -117,6 +119,7 @@ _FUTEX_CLOCK_REALTIME = 256
 _FUTEX_WAITS = {0, 6, 9, 11, 13}  # WAIT, LOCK_PI, WAIT_BITSET, WAIT_REQUEUE_PI, LOCK_PI2
 
 # Threads that serve others and poll or sleep all day: a socket loop, a watchdog, a store, our own.
+EVIDENCE_THREAD = "closeranks-ev"  # the worker's own thread (worker/hooks_evidence.py)
 _POLLERS = re.compile(r"gloo_|pt_tcpstore|pt_nccl_|NCCL |pt_elastic|cuda-EvtHandlr|cuda\d|closeranks-ev")
 # Threads that do the script's own work when there is some: idle only while they wait without a limit. A gloo
 # worker with a collective in flight waits with the group's timeout instead, which is no proof of anything.
@@ -258,6 +261,28 @@ def can_wake_itself(waits: Iterable[str]) -> bool:
     return any(wait not in _INERT for wait in waits)
 
 
+def thread_waits(threads: Sequence[ThreadFacts]) -> list[str]:
+    """The threads' waits, where waiting for the GIL counts as FOREVER: only its holder can end that.
+
+    CPython waits for the GIL in slices of 5 ms, which looks like a wait with a limit. Our evidence thread
+    never waits in a futex for anything else, so its address tells the GIL's.
+    """
+    gil = {thread.syscall.split()[1] for thread in threads if _is_evidence(thread)}
+    return [
+        Wait.FOREVER if thread.wait == Wait.TIMED and _in_futex(thread) and thread.syscall.split()[1] in gil
+        else thread.wait
+        for thread in threads
+    ]  # fmt: skip
+
+
+def _is_evidence(thread: ThreadFacts) -> bool:
+    return thread.name == EVIDENCE_THREAD and _in_futex(thread)
+
+
+def _in_futex(thread: ThreadFacts) -> bool:
+    return thread.wchan.startswith("futex") and len(thread.syscall.split()) > 1
+
+
 def blocked_forever(process: ProcessFacts) -> bool:
     """Whether nothing in the rank's process tree can ever move again by itself.
 
@@ -270,7 +295,7 @@ def blocked_forever(process: ProcessFacts) -> bool:
         return False
     if process.children and not process.child_waits:
         return False
-    return not can_wake_itself([*(thread.wait for thread in process.threads), *process.child_waits])
+    return not can_wake_itself([*thread_waits(process.threads), *process.child_waits])
 
 
 # Where a thread sleeps that waits for a lock or for a time, and not for data that may be on its way.

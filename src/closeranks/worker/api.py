@@ -9,7 +9,6 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from closeranks.progress import Phase
 from closeranks.worker.hooks_state import STATE
 
 __all__ = ["phase", "step"]
@@ -50,7 +49,7 @@ def phase(name: str) -> Iterator[None]:
         yield
         return
     try:
-        previous = STATE.writer.enter_phase(Phase.USER, str(name))
+        previous = STATE.writer.enter_user_phase(str(name))
     except ValueError as error:
         STATE.disable(f"the progress page can't be written: {error}")
         yield
@@ -60,6 +59,6 @@ def phase(name: str) -> Iterator[None]:
     finally:
         if STATE.active:
             try:
-                STATE.writer.leave_phase(previous)
+                STATE.writer.leave_user_phase(previous)
             except ValueError as error:
                 STATE.disable(f"the progress page can't be written: {error}")

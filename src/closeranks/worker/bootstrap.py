@@ -8,11 +8,14 @@ what ``python -u script.py`` under torchrun would show it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import fcntl
+import json
 import mmap
 import os
 import resource
+import signal
 import socket
 import sys
 import time
@@ -25,9 +28,11 @@ from closeranks import linux, wire
 from closeranks.progress import PAGE_BYTES, Phase
 from closeranks.worker.control import Control
 
-__all__ = ["Order", "exec_command", "run", "wait_for_order"]
+__all__ = ["Order", "exec_command", "ignore_user_signals", "out_of_the_way", "run", "wait_for_order"]
 
-_ORDER_FDS = 4  # stdout, stderr, pages, stacks
+_USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+_ignored: set[signal.Signals] = set()
+_ORDER_FDS = 4  # stdout, stderr, pages, stacks; a fifth holds the order, if it isn't in the message itself
 
 
 @dataclass(slots=True)
@@ -49,12 +54,34 @@ def wait_for_order(sock: socket.socket) -> Order | None:
     if received is None:
         return None
     message, fds = received
-    if message["type"] != "go" or len(fds) != _ORDER_FDS:
+    if message["type"] == "go" and len(fds) == _ORDER_FDS + 1:
+        with open(fds.pop(), "rb") as file:
+            file.seek(0)  # its writer has left it at its end
+            message = json.load(file)
+    elif message["type"] != "go" or len(fds) != _ORDER_FDS:
         return None
     return Order(message, sock, *fds)
 
 
-def _out_of_the_way(fd: int) -> int:
+def ignore_user_signals() -> None:
+    """Until the script runs: sent to all processes of a job (Slurm's ``--signal``), they would kill us.
+
+    They are for scripts that handle them, and the agent passes them on to those.
+    """
+    for number in _USER_SIGNALS:
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, signal.SIG_IGN)
+            _ignored.add(number)
+
+
+def _take_signals() -> None:
+    """Give the script these signals as a new interpreter would have them."""
+    for number in _ignored:
+        if signal.getsignal(number) == signal.SIG_IGN:  # and not a handler of a preloaded module's
+            signal.signal(number, signal.SIG_DFL)
+
+
+def out_of_the_way(fd: int) -> int:
     """Move ``fd`` near the top of the table, where a script's own files won't land, and close the original.
 
     A script that closes its descriptors and opens others must not find them to be our channel.
@@ -67,6 +94,29 @@ def _out_of_the_way(fd: int) -> int:
         return fd
     os.close(fd)
     return high
+
+
+def _map_pages(fd: int, size_bytes: int) -> mmap.mmap:
+    """Map the pages and keep no descriptor of them; ``fd`` is closed.
+
+    mmap keeps a duplicate, at the lowest free number, and closes that number when it is freed. A script that
+    has closed it meanwhile (daemons close all they find) would lose a file of its own then.
+    """
+    duplicate = os.dup(fd)  # the number that mmap's will have
+    os.close(duplicate)
+    pages = mmap.mmap(fd, size_bytes)
+    os.close(fd)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(pages))  # never freed, so the number is never closed again
+    os.close(duplicate)
+    return pages
+
+
+def _take_limits(order: Order) -> None:
+    """The agent needs more descriptors than a script may count on: give the rank the user's own limit."""
+    soft = order.message.get("file_limit")
+    if soft is not None:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 def _take_streams(order: Order) -> None:
@@ -95,18 +145,17 @@ def _install_stack_dump(fd: int) -> None:
 def _prepare(order: Order) -> tuple[Control, Any]:
     """Everything between ``go`` and the script's first line; returns the control line and the page writer."""
     message = order.message
+    _take_limits(order)
     _take_streams(order)
     os.environ.update(message["env"])
     for name in message.get("unset", ()):
         os.environ.pop(name, None)
     _reseed()
-    high = _out_of_the_way(order.socket.detach())
+    high = out_of_the_way(order.socket.detach())
     control = Control(socket.socket(fileno=high))
-    stacks_fd = _out_of_the_way(order.stacks_fd)
+    stacks_fd = out_of_the_way(order.stacks_fd)
     _install_stack_dump(stacks_fd)
-    size_bytes = PAGE_BYTES * int(message["local_world_size"])
-    pages = mmap.mmap(order.pages_fd, size_bytes)
-    os.close(order.pages_fd)
+    pages = _map_pages(order.pages_fd, PAGE_BYTES * int(message["local_world_size"]))
     from closeranks.worker.page import PageWriter
 
     writer = PageWriter(
@@ -154,8 +203,8 @@ def _fresh_main(file: str | None) -> types.ModuleType:
     return module
 
 
-def _run_script(target: str) -> None:
-    path = os.path.abspath(target)  # noqa: PTH100 - as CPython does: no symlink is resolved here
+def _run_script(path: str) -> None:
+    """Run the script at ``path``, which is absolute, with its symlinks, as CPython has it."""
     if os.path.isdir(path):  # noqa: PTH112
         import runpy
 
@@ -166,8 +215,12 @@ def _run_script(target: str) -> None:
     if not sys.flags.safe_path:
         sys.path.insert(0, os.path.dirname(os.path.realpath(path)))  # noqa: PTH120
     main = _fresh_main(path)
-    with open(path, "rb") as file:  # noqa: PTH123
-        source = file.read()
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123
+            source = file.read()
+    except OSError as error:  # it was there when the job began; what the interpreter itself would say
+        sys.stderr.write(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}\n")
+        sys.exit(2)
     exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
 
 
@@ -175,7 +228,10 @@ def _run_module(target: str) -> None:
     import runpy
 
     if not sys.flags.safe_path:
-        sys.path.insert(0, os.getcwd())  # noqa: PTH109
+        here = ""
+        with contextlib.suppress(FileNotFoundError):  # deleted: the interpreter, too, leaves it at "" then
+            here = os.getcwd()  # noqa: PTH109
+        sys.path.insert(0, here)
     _fresh_main(None)
     runpy._run_module_as_main(target, alter_argv=True)  # type: ignore[attr-defined]
 
@@ -201,16 +257,40 @@ def _place(entry: types.TracebackType | None) -> str:
     return f"{chosen[-1].filename}:{chosen[-1].lineno}" if chosen else ""
 
 
+def _show(error: BaseException, entry: types.TracebackType | None) -> None:
+    """Show an uncaught exception as the interpreter does, whatever the script has made of the hook.
+
+    Raises SystemExit where the hook does, and with 1 where the hook fails.
+    """
+    try:
+        if not hasattr(sys, "excepthook"):
+            sys.stderr.write("sys.excepthook is missing\n")
+        hook = getattr(sys, "excepthook", sys.__excepthook__)
+        hook(type(error), error, entry)
+    except SystemExit:
+        raise
+    except BaseException as second:  # the hook is the script's: anything can come out of it
+        second.__traceback__ = tail = second.__traceback__.tb_next if second.__traceback__ else None
+        second.__context__ = None
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # no stderr to show it on
+            sys.stderr.write("Error in sys.excepthook:\n")
+            sys.__excepthook__(type(second), second, tail)
+            sys.stderr.write("\nOriginal exception was:\n")
+            sys.__excepthook__(type(error), error, entry)
+        sys.exit(1)
+
+
 def _report(
     control: Control, writer: Any, error: BaseException, entry: types.TracebackType | None, raised_ns: int
 ) -> None:
-    text = "".join(traceback.format_exception(type(error), error, entry))
+    described = traceback.TracebackException(type(error), error, entry)
+    text = "".join(described.format())
     control.send(
         {
             "type": "raised",
             "error": {
                 "type": f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins."),
-                "message": str(error)[:4096],
+                "message": str(described)[:4096],  # not str(error), which runs code of the script's
                 "place": _place(entry),
                 "step": writer.step,
                 "mono_ns": raised_ns,
@@ -223,6 +303,7 @@ def _report(
 def exec_command(order: Order) -> None:
     """Become the command of ``--no-python``. The parent-death signal survives exec; our hooks can't."""
     entry = order.message["entry"]
+    _take_limits(order)
     _take_streams(order)
     for fd in (order.pages_fd, order.stacks_fd):
         os.close(fd)
@@ -238,26 +319,34 @@ def run(order: Order) -> None:
     """Become the rank: run the script to its end. Leaves by SystemExit, like the interpreter would."""
     message = order.message
     entry = message["entry"]
+    _take_signals()
     if entry["kind"] == "command":
         exec_command(order)
     argv = [entry["target"], *entry["args"]]
-    shown = ["python", "-u", *(["-m"] if entry["kind"] == "module" else []), *argv]
-    linux.set_title("\0".join(shown), f"rank {message['rank']}")
+    shown = ["-u", *(["-m"] if entry["kind"] == "module" else []), *argv]
+    linux.set_title("\0".join(["python", *shown]), f"rank {message['rank']}")
     control, writer = _prepare(order)
     sys.argv = argv
+    sys.orig_argv = [sys.executable, *shown]
+    rank_pid = os.getpid()
     try:
         if entry["kind"] == "module":
             _run_module(entry["target"])
         else:
-            _run_script(entry["target"])
+            # The agent's path is from the start of the job; the current directory may be gone since.
+            _run_script(entry.get("path") or os.path.abspath(entry["target"]))  # noqa: PTH100
     except SystemExit:
         raise
     except BaseException as error:  # as the interpreter's own top level: everything ends here, shown once
         shown_from = _script_traceback(error)
         raised_ns = time.monotonic_ns()
         error.__traceback__ = shown_from
-        sys.excepthook(type(error), error, shown_from)
-        _report(control, writer, error, shown_from, raised_ns)
-        writer.set_phase(Phase.EXIT)
+        try:
+            _show(error, shown_from)
+        finally:
+            if os.getpid() == rank_pid:  # a child that the script forked ends here too
+                _report(control, writer, error, shown_from, raised_ns)
+                writer.set_phase(Phase.EXIT)
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
-    writer.set_phase(Phase.EXIT)
+    if os.getpid() == rank_pid:
+        writer.set_phase(Phase.EXIT)

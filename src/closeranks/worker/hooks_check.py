@@ -20,7 +20,17 @@ from collections.abc import Mapping
 
 from closeranks.progress import DTYPES, OPS
 from closeranks.worker.hooks_state import ControlLine
-from closeranks.worker.page import PageWriter, Record
+from closeranks.worker.page import (
+    PAGE_U32S,
+    PAGE_WORDS,
+    PLACE_U32,
+    POSITION_U32,
+    RECORD_WORDS,
+    RING_MASK,
+    RING_WORD,
+    PageWriter,
+    Record,
+)
 
 __all__ = ["NeighbourCheck", "Site"]
 
@@ -47,11 +57,12 @@ _BYTES = {
 class Site:
     """A line of the script that issues collectives, and what was learned about it."""
 
-    __slots__ = ("file_key", "line", "mixed", "paired", "period", "run", "seq", "step")
+    __slots__ = ("file_key", "line", "line_bits", "mixed", "paired", "period", "run", "seq", "step")
 
     def __init__(self, file_key: int, line: int) -> None:
         self.file_key = file_key
         self.line = line
+        self.line_bits = line << 32
         self.seq = 0  # of the last comparison that matched: two neighbours, or two looks, count once
         self.step = 0  # at the last comparison that matched
         self.period = 0  # steps between two of those that were not in the same step
@@ -81,7 +92,8 @@ class Site:
 class NeighbourCheck:
     """Compares this rank's collectives on the default group with those of other ranks.
 
-    Those are the ranks at distance 1, 2, 4, ...: the ones with which gloo's rings and trees exchange data.
+    Those are the two at distance 1, from which what is normal is learned, and those at distance 2, 4, ...:
+    the ones with which gloo's rings and trees exchange data.
     """
 
     def __init__(
@@ -89,10 +101,20 @@ class NeighbourCheck:
     ) -> None:
         rank, size = writer.local_rank, writer.local_world_size
         distances = [1 << bit for bit in range(size.bit_length()) if 1 << bit < size]
+        partners = {(rank + sign * distance) % size for distance in distances for sign in (1, -1)}
+        near = {(rank + 1) % size, (rank - 1) % size}
         self._writer = writer
         self._control = control
-        self._neighbours = tuple(
-            sorted({(rank + sign * distance) % size for distance in distances for sign in (1, -1)})
+        # Per partner: its rank, where its position and place are, where its ring begins, learned from or not.
+        self._partners = tuple(
+            (
+                partner,
+                partner * PAGE_U32S + POSITION_U32,
+                partner * PAGE_U32S + PLACE_U32,
+                partner * PAGE_WORDS + RING_WORD,
+                partner in near,
+            )
+            for partner in sorted(partners, key=lambda partner: (partner not in near, partner))
         )
         self._compared = [0] * size  # up to which of our positions, with each of them
         self._last: tuple[int, Record, Site, bool] | None = None
@@ -100,7 +122,7 @@ class NeighbourCheck:
         self._step_rule = True
         self._off = False
 
-    def check(self, seq: int, mine: Record, site: Site, main_thread: bool) -> None:
+    def check(self, seq: int, kind: int, numel: int, site: Site, main_thread: bool) -> None:
         """Compare our newest record with the others'; on a proved mismatch say so and await the kill.
 
         Where another isn't there yet, it will compare; we look at its previous one instead, so that both
@@ -109,20 +131,44 @@ class NeighbourCheck:
         if self._off:
             return
         writer, compared, last = self._writer, self._compared, self._last
+        words, u32 = writer.all_words, writer.all_u32
+        step = writer.step
+        step_line = step | site.line_bits
         position = writer.world_position()
-        for neighbour in self._neighbours:
-            ahead = writer.world_position_of(neighbour) - position
-            if ahead >= 0:
-                theirs = writer.record_of(neighbour, position, seq)
-                if theirs is not None:
-                    compared[neighbour] = position
-                    self._judge(neighbour, seq, mine, site, theirs, main_thread)
-            elif ahead == -1 and last is not None and compared[neighbour] != position - 1:
-                theirs = writer.record_of(neighbour, position - 1, last[0])
-                if theirs is not None:
-                    compared[neighbour] = position - 1
-                    self._judge(neighbour, *last[:3], theirs, last[3])
-        self._last = (seq, mine, site, main_thread)
+        ours = seq, (kind, numel, step_line, site.file_key), site, main_thread
+        for partner, position_at, place_at, ring, near in self._partners:
+            theirs = u32[position_at]
+            if theirs == position:
+                slot = ring + (u32[place_at] & RING_MASK) * RECORD_WORDS
+                if (
+                    words[slot + 3] == step_line
+                    and words[slot + 2] == numel
+                    and words[slot + 1] == kind
+                    and words[slot] == seq
+                ):
+                    compared[partner] = position
+                    if main_thread and seq != site.seq:
+                        site.matched(seq, step)
+                    continue
+            elif theirs < position and (
+                not near or last is None or theirs != position - 1 or compared[partner] == theirs
+            ):
+                continue  # not there yet, and known up to where it is
+            self._compare(partner, theirs, position, ours)
+        self._last = ours
+
+    def _compare(
+        self, partner: int, theirs: int, position: int, ours: tuple[int, Record, Site, bool]
+    ) -> None:
+        """The long way: records that differ, that lie further back, or the ones before these."""
+        if theirs < position:
+            assert self._last is not None
+            position, ours = position - 1, self._last
+        seq, mine, site, main_thread = ours
+        record = self._writer.record_of(partner, position, seq)
+        if record is not None:
+            self._compared[partner] = position
+            self._judge(partner, seq, mine, site, record, main_thread)
 
     def _judge(
         self, neighbour: int, seq: int, mine: Record, site: Site, theirs: Record, main_thread: bool

@@ -11,23 +11,25 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from closeranks.progress import OPS
-from closeranks.worker.hooks_groups import Groups, GroupState, Sites, describe
+from closeranks.progress import DTYPES, OPS
+from closeranks.worker.hooks_groups import DTYPE_INDEX, Groups, GroupState, Sites, describe
 from closeranks.worker.hooks_state import STATE
 from closeranks.worker.page import P2P_OPS, PageWriter
 
-__all__ = ["Recorder", "collective_wrappers", "wrap_wait"]
+__all__ = ["Call", "Recorder", "calls", "collective_wrappers", "wrap", "wrap_wait"]
 
 _compiling = torch.compiler.is_dynamo_compiling
 _ident = threading.get_ident
 _getframe = sys._getframe
 _Work = c10d.Work
+_Tensor = torch.Tensor
+_DTYPE = DTYPE_INDEX
+_OTHER_DTYPE = DTYPES.index("other")
 
 _MAX_PENDING = 1024
 
@@ -78,6 +80,7 @@ class Call:
 
     name: str
     op: int
+    kinds: tuple[int, ...]  # by dtype: as in closeranks.worker.page.Record, on the default group
     p2p: bool
     leaf: bool
     batch: bool
@@ -85,12 +88,6 @@ class Call:
     tensor: str
     tensor_at: int
     group_at: int
-
-
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], name: str, at: int) -> Any:
-    if at < len(args):
-        return args[at] if at >= 0 else None
-    return kwargs.get(name)
 
 
 class Recorder:
@@ -103,39 +100,33 @@ class Recorder:
         self.inside: set[int] = set()  # threads in a call that is made of other recorded calls
         self.pending: dict[int, tuple[weakref.ref[Any], int]] = {}  # asynchronous ones, by id of their Work
 
-    def group_of(
-        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[GroupState, Any] | None:
+    def group_of(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GroupState | None:
         """The group a call is for; None if it will issue nothing."""
         if call.batch:
-            ops = _argument(args, kwargs, "p2p_op_list", 0)
+            ops = args[0] if args else kwargs.get("p2p_op_list")
             return self.groups.get(ops[0].group if ops else None)
-        return self.groups.get(_argument(args, kwargs, "group", call.group_at))
+        at = call.group_at
+        return self.groups.get(args[at] if len(args) > at >= 0 else kwargs.get("group"))
 
-    def enter(
-        self,
-        call: Call,
-        found: tuple[GroupState, Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        frame: FrameType,
-    ) -> int:
+    def enter(self, call: Call, state: GroupState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Record the call as entered; where it can be compared with the neighbours', do that."""
-        state, group = found
         at = call.tensor_at
-        if at < 0:
-            dtype = numel = 0
-        else:
-            dtype, numel = describe(args[at] if len(args) > at else kwargs.get(call.tensor))
-        seq: int = group._get_sequence_number_for_group() - state.offset + 1
-        site = self.sites.find(frame)
-        writer = self._writer
-        token = writer.collective_enter(seq, state.key, call.op, dtype, numel, site.file_key, site.line)
+        dtype = numel = 0
+        if at >= 0:
+            tensor: Any = args[at] if len(args) > at else kwargs.get(call.tensor)
+            if type(tensor) is _Tensor:
+                dtype, numel = _DTYPE.get(tensor.dtype, _OTHER_DTYPE), tensor.numel()
+            else:
+                dtype, numel = describe(tensor)
+        try:
+            seq = state.issued() + 1
+        except RuntimeError:  # a backend that doesn't count: recorded without a number, compared with nobody
+            seq, state.check = 0, None
+        site = self.sites.find(_getframe(2))
+        token = self._writer.collective_enter(seq, state.key, call.op, dtype, numel, site.file_key, site.line)
         check = state.check
         if check is not None and not call.p2p:
-            kind = call.op << 32 | dtype << 48
-            record = (kind, numel, writer.step | site.line << 32, site.file_key)
-            check.check(seq, record, site, _ident() == STATE.main_ident)
+            check.check(seq, call.kinds[dtype], numel, site, _ident() == STATE.main_ident)
         return token
 
     def remember(self, result: Any, token: int) -> None:
@@ -155,7 +146,7 @@ class Recorder:
 _HOOK_ERRORS = (ValueError, struct.error, RuntimeError, AttributeError, TypeError, IndexError, KeyError)
 
 
-def _wrap(original: Callable[..., Any], call: Call) -> Callable[..., Any]:
+def _wrap_recorded(original: Callable[..., Any], call: Call) -> Callable[..., Any]:
     """Around a call that issues one collective, or several as one."""
     issue = original if call.leaf else _guarded(original)
     ordered = not call.p2p and call.consumes is None
@@ -168,25 +159,25 @@ def _wrap(original: Callable[..., Any], call: Call) -> Callable[..., Any]:
         if recorder is None or (recorder.inside and _ident() in recorder.inside):
             return original(*args, **kwargs)
         try:
-            found = recorder.group_of(call, args, kwargs)
+            state = recorder.group_of(call, args, kwargs)
         except _HOOK_ERRORS:
-            found = None
-        if found is None:
+            state = None
+        if state is None:
             return original(*args, **kwargs)
-        injector = STATE.injector if ordered and found[0].is_world else None
-        if injector is not None:
+        injector = STATE.injector
+        if injector is not None and ordered and state.is_world:
             injector.poll()
             if injector.tampers:
                 return injector.tamper(call.name, wrapper, args, kwargs)
         try:
-            token = recorder.enter(call, found, args, kwargs, _getframe(1))
+            token = recorder.enter(call, state, args, kwargs)
         except _HOOK_ERRORS as error:
             _give_up(error)
             return original(*args, **kwargs)
         try:
             result = issue(*args, **kwargs)
         except BaseException:
-            _finish(token, failed=True)
+            _failed()
             raise
         try:
             STATE.writer.collective_exit(token)
@@ -194,7 +185,7 @@ def _wrap(original: Callable[..., Any], call: Call) -> Callable[..., Any]:
             _give_up(error)
         if result is not None:
             recorder.remember(result, token)
-        if injector is not None:
+        if injector is not None and ordered and state.is_world:
             injector.collective_done(call.name)
         return result
 
@@ -218,12 +209,9 @@ def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-def _finish(token: int, failed: bool) -> None:
+def _failed() -> None:
     try:
-        if failed:
-            STATE.writer.collective_failed(token)
-        else:
-            STATE.writer.collective_exit(token)
+        STATE.writer.collective_failed()
     except ValueError as error:
         _give_up(error)
 
@@ -232,11 +220,13 @@ def _give_up(error: Exception) -> None:
     STATE.disable(f"a collective could not be recorded: {type(error).__name__}: {error}")
 
 
-def _wrap_shifting(
-    original: Callable[..., Any], recorded: Callable[..., Any], call: Call
-) -> Callable[..., Any]:
-    """For calls that move the backend's sequence number by an amount of their own: take that out again."""
-    consumes = call.consumes or 0
+def wrap(original: Callable[..., Any], call: Call) -> Callable[..., Any]:
+    """The wrapper of one of torch's functions. Some move the backend's sequence number by an amount that
+    differs between ranks: that is taken out again."""
+    recorded = _wrap_recorded(original, call)
+    if call.consumes is None:
+        return recorded
+    consumes = call.consumes
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -244,15 +234,14 @@ def _wrap_shifting(
         if recorder is None:
             return original(*args, **kwargs)
         try:
-            found = recorder.group_of(call, args, kwargs)
-            before = found[0].raw(found[1]) - found[0].offset if found is not None else 0
+            state = recorder.group_of(call, args, kwargs)
+            before = state.issued() if state is not None else 0
         except _HOOK_ERRORS:
-            found = None
+            state = None
         result = recorded(*args, **kwargs)
-        if found is not None:
-            state, group = found
-            with contextlib.suppress(RuntimeError):
-                state.offset += state.raw(group) - state.offset - before - consumes
+        if state is not None:
+            with contextlib.suppress(RuntimeError, AttributeError):
+                state.offset += state.issued() - before - consumes
         return result
 
     return wrapper
@@ -278,36 +267,44 @@ def wrap_wait(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             result = original(self, *args, **kwargs)
         except BaseException:
-            _finish(token, failed=True)
+            _failed()
             raise
-        _finish(token, failed=False)
+        try:
+            STATE.writer.collective_exit(token)
+        except ValueError as error:
+            _give_up(error)
         return result
 
     return wait
 
 
-def collective_wrappers() -> Iterator[tuple[str, Callable[..., Any], Callable[..., Any]]]:
-    """(name, original, wrapper) of every collective that this torch has."""
+def calls() -> Iterator[tuple[str, Call]]:
+    """torch's name, and how it is called, of every collective that this torch has."""
     for function, (name, tensor) in _FUNCTIONS.items():
         original = getattr(c10d, function, None)
         if original is None:
             continue
         parameters = list(inspect.signature(original).parameters)
         op = OPS.index(name)
-        call = Call(
-            name=name,
-            op=op,
-            p2p=op in P2P_OPS,
-            leaf=function in _LEAVES,
-            batch=function == "batch_isend_irecv",
-            consumes=_CONSUMES.get(function),
-            tensor=tensor or "",
-            tensor_at=parameters.index(tensor) if tensor in parameters else -1,
-            group_at=parameters.index("group") if "group" in parameters else -1,
-        )
-        wrapper = _wrap(original, call)
         yield (
             function,
-            original,
-            wrapper if call.consumes is None else _wrap_shifting(original, wrapper, call),
+            Call(
+                name=name,
+                op=op,
+                kinds=tuple(op << 32 | dtype << 48 for dtype in range(len(DTYPES))),
+                p2p=op in P2P_OPS,
+                leaf=function in _LEAVES,
+                batch=function == "batch_isend_irecv",
+                consumes=_CONSUMES.get(function),
+                tensor=tensor or "",
+                tensor_at=parameters.index(tensor) if tensor in parameters else -1,
+                group_at=parameters.index("group") if "group" in parameters else -1,
+            ),
         )
+
+
+def collective_wrappers() -> Iterator[tuple[str, Callable[..., Any], Callable[..., Any]]]:
+    """(name, original, wrapper) of every collective that this torch has."""
+    for function, call in calls():
+        original = getattr(c10d, function)
+        yield function, original, wrap(original, call)

@@ -17,7 +17,7 @@ from closeranks.worker.hooks_check import NeighbourCheck, Site
 from closeranks.worker.hooks_state import STATE
 from closeranks.worker.page import PageWriter
 
-__all__ = ["GroupState", "Groups", "Sites", "describe"]
+__all__ = ["DTYPE_INDEX", "GroupState", "Groups", "Sites", "describe"]
 
 _MAX_GROUPS = 4096
 _MAX_CODES = 8192
@@ -25,7 +25,7 @@ _MAX_PLACES = 4096
 _MAX_DEPTH = 64
 _MAX_LIST = 64  # tensors of a list that are counted
 
-_DTYPE = {getattr(torch, name): index for index, name in enumerate(DTYPES) if hasattr(torch, name)}
+DTYPE_INDEX = {getattr(torch, name): index for index, name in enumerate(DTYPES) if hasattr(torch, name)}
 _OTHER = DTYPES.index("other")
 _Tensor = torch.Tensor
 _Parameter = torch.nn.Parameter
@@ -38,12 +38,12 @@ def describe(tensor: Any) -> tuple[int, int]:
     """
     kind = type(tensor)
     if kind is _Tensor or kind is _Parameter:
-        return _DTYPE.get(tensor.dtype, _OTHER), tensor.numel()
+        return DTYPE_INDEX.get(tensor.dtype, _OTHER), tensor.numel()
     if kind is list or kind is tuple:
         dtype = numel = 0
         for item in tensor[:_MAX_LIST]:
             if type(item) is _Tensor or type(item) is _Parameter:
-                dtype = _DTYPE.get(item.dtype, _OTHER)
+                dtype = DTYPE_INDEX.get(item.dtype, _OTHER)
                 numel += item.numel()
         return dtype, numel
     return 0, 0
@@ -65,10 +65,14 @@ class GroupState:
         self.offset = 0
         self.check: NeighbourCheck | None = None
 
-    def raw(self, group: Any) -> int:
-        """The group's own count of what it has issued; raises RuntimeError where its backend has none."""
+    def issued(self) -> int:
+        """How many collectives the group has issued, from Python and C++: equal on ranks equally far.
+
+        Raises RuntimeError where the backend doesn't count, AttributeError once the group is gone.
+        """
+        group: Any = self.group()
         count: int = group._get_sequence_number_for_group()
-        return count
+        return count - self.offset
 
 
 class Groups:
@@ -81,35 +85,36 @@ class Groups:
         self._others: dict[int, GroupState] = {}
         self._coalescing = c10d._world.pg_coalesce_state
 
-    def get(self, group: Any) -> tuple[GroupState, Any] | None:
-        """State and object of a collective's ``group`` argument; None where nothing will be issued on it."""
+    def get(self, group: Any) -> GroupState | None:
+        """The state of a collective's ``group`` argument; None where nothing will be issued on it."""
         if self._coalescing:
             return None  # only collected now; issued as one from C++ later
         default = c10d._world.default_pg
         if group is None or group is default:
-            if default is None:
-                return None  # not initialised: torch will say so
             state = self._world
             if state is None or state.group() is not default:
+                if default is None:
+                    return None  # not initialised: torch will say so
                 state = self._world = self._make_world(default)
-            return state, default
+            return state if default is not None else None
         state = self._others.get(id(group))
         if state is None or state.group() is not group:
             if not isinstance(group, dist.ProcessGroup):
                 return None  # we aren't a member
             state = self._make_other(group)
-        return state, group
+        return state
 
     def world_seq(self) -> int:
         """How many collectives the default group has issued, from Python and C++; 0 without one."""
-        group = c10d._world.default_pg
+        default: Any = c10d._world.default_pg
         state = self._world
-        if group is None or state is None or state.group() is not group:
+        if default is None or state is None or state.group() is not default:
             return 0
         try:
-            return max(state.raw(group) - state.offset, 0)
+            count: int = default._get_sequence_number_for_group() - state.offset
         except RuntimeError:
             return 0
+        return count if count > 0 else 0
 
     def _make_world(self, group: Any) -> GroupState:
         state = GroupState(group, WORLD_GROUP)
@@ -172,16 +177,22 @@ class Sites:
             "<frozen ",
         )
 
-    def find(self, frame: FrameType | None) -> Site:
-        """The site from which ``frame`` was reached."""
-        codes = self._codes
+    def find(self, frame: FrameType) -> Site:
+        """The site from which ``frame`` was reached, or at which it is."""
+        known = self._codes.get(id(frame.f_code))
+        if known is not None and known.sites is not None:
+            site = known.sites.get(frame.f_lasti)
+            if site is not None:
+                return site
+        return self._find(frame)
+
+    def _find(self, frame: FrameType | None) -> Site:
         for _ in range(_MAX_DEPTH):
             if frame is None:
                 break
-            code = frame.f_code
-            known = codes.get(id(code))
+            known = self._codes.get(id(frame.f_code))
             if known is None:
-                known = self._learn(code)
+                known = self._learn(frame.f_code)
             sites = known.sites
             if sites is not None:
                 site = sites.get(frame.f_lasti)

@@ -12,7 +12,7 @@ from closeranks.progress import Phase
 if TYPE_CHECKING:
     from closeranks.worker.faults import FaultInjector
     from closeranks.worker.hooks_collectives import Recorder
-    from closeranks.worker.page import PageWriter, PhaseToken
+    from closeranks.worker.page import PageWriter
 
 __all__ = ["STATE", "ControlLine", "HookState"]
 
@@ -50,7 +50,7 @@ class HookState:
 
     writer: PageWriter
     main_optimizer: weakref.ref[Any] | None
-    optimizer_phase: tuple[int, PhaseToken] | None
+    optimizer_phase: tuple[int, int] | None
 
     def __init__(self) -> None:
         self.active = False
@@ -107,11 +107,10 @@ class HookState:
             self.why_off = "forked from the rank"
             self.writer.detach()
 
-    def after_phase(self, previous: PhaseToken) -> None:
-        """Leave a phase. Whoever has trained once is no longer starting."""
-        if previous[0] <= Phase.START:
-            previous = (Phase.TRAIN, "")
-        self.writer.leave_phase(previous)
+    @staticmethod
+    def onwards(previous: int) -> int:
+        """The phase to go back to, after what only a training does: it isn't starting any more."""
+        return Phase.TRAIN if previous <= Phase.START else previous
 
 
 STATE = HookState()

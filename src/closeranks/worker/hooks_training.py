@@ -19,9 +19,17 @@ from torch.utils.data import dataloader
 
 from closeranks.progress import Phase
 from closeranks.worker.hooks_state import STATE
-from closeranks.worker.page import PhaseToken
 
-__all__ = ["PatchOnImport", "class_patches", "function_patches", "register_optimizer_hooks"]
+__all__ = [
+    "PatchOnImport",
+    "after_optimizer_step",
+    "before_optimizer_step",
+    "class_patches",
+    "function_patches",
+    "register_optimizer_hooks",
+    "within",
+    "wrap_next",
+]
 
 _compiling = torch.compiler.is_dynamo_compiling
 _ident = threading.get_ident
@@ -33,7 +41,7 @@ def _off(error: ValueError) -> None:
     STATE.disable(f"the progress page can't be written: {error}")
 
 
-def _enter(phase: Phase) -> PhaseToken | None:
+def _enter(phase: Phase) -> int | None:
     """Enter a phase, if this is the main thread: another one's doings aren't what the rank waits for."""
     if _ident() != STATE.main_ident:
         return None
@@ -44,7 +52,7 @@ def _enter(phase: Phase) -> PhaseToken | None:
         return None
 
 
-def _leave(previous: PhaseToken | None) -> None:
+def _leave(previous: int | None) -> None:
     if previous is not None and STATE.active:
         try:
             STATE.writer.leave_phase(previous)
@@ -52,14 +60,19 @@ def _leave(previous: PhaseToken | None) -> None:
             _off(error)
 
 
-def _within(phase: Phase, original: Function) -> Function:
+def within(phase: Phase, original: Function) -> Function:
     """``original``, in a phase of its own. Passes through under dynamo, which then traces the original."""
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _compiling() or not STATE.active:
+        if _compiling() or not STATE.active or _ident() != STATE.main_ident:
             return original(*args, **kwargs)
-        previous = _enter(phase)
+        writer = STATE.writer
+        try:
+            previous = writer.enter_phase(phase)
+        except ValueError as error:
+            _off(error)
+            return original(*args, **kwargs)
         try:
             return original(*args, **kwargs)
         finally:
@@ -71,54 +84,63 @@ def _within(phase: Phase, original: Function) -> Function:
 # --- steps ------------------------------------------------------------------------------------------
 
 
-def _before_optimizer_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+def before_optimizer_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """The first optimizer that steps is the main one: its steps are the training's."""
     if _compiling() or not STATE.active:
         return
     main = STATE.main_optimizer
     if main is None or main() is None:
         STATE.main_optimizer = weakref.ref(optimizer)
         STATE.optimizer_seen = True
-    if STATE.writer.phase != Phase.OPTIMIZER:  # else an optimizer that wraps another
-        previous = _enter(Phase.OPTIMIZER)
-        if previous is not None:
-            STATE.optimizer_phase = id(optimizer), previous
+    writer = STATE.writer
+    # In that phase already: an optimizer that wraps another.
+    if writer.phase != Phase.OPTIMIZER and _ident() == STATE.main_ident:
+        try:
+            STATE.optimizer_phase = id(optimizer), writer.enter_phase(Phase.OPTIMIZER)
+        except ValueError as error:
+            _off(error)
 
 
-def _after_optimizer_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+def after_optimizer_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """One step more, if it was the main optimizer's; and where an injected fault at a step happens."""
     if _compiling() or not STATE.active:
         return
     main = STATE.main_optimizer
     is_main = main is not None and main() is optimizer
+    entered = STATE.optimizer_phase
+    back = None
+    if entered is not None and entered[0] == id(optimizer):
+        STATE.optimizer_phase = None
+        back = STATE.onwards(entered[1])
+    writer = STATE.writer
     try:
         if is_main:
-            STATE.writer.step_done(STATE.world_seq())
-        else:
-            STATE.writer.tick()  # a second optimizer's step is not another step of the training
-        entered = STATE.optimizer_phase
-        if entered is not None and entered[0] == id(optimizer):
-            STATE.optimizer_phase = None
-            STATE.after_phase(entered[1])
+            writer.step_done(STATE.world_seq(), back)
+        elif back is not None:  # a second optimizer's step is not another step of the training
+            writer.leave_phase(back)
     except ValueError as error:
         _off(error)
         return
     STATE.start_evidence()
     if is_main and STATE.injector is not None:
-        STATE.injector.optimizer_step(STATE.writer.step)
+        STATE.injector.optimizer_step(writer.step)
 
 
 def register_optimizer_hooks() -> None:
     """torch's own hooks, called around every optimizer's step."""
-    register_optimizer_step_pre_hook(_before_optimizer_step)
-    register_optimizer_step_post_hook(_after_optimizer_step)
+    register_optimizer_step_pre_hook(before_optimizer_step)
+    register_optimizer_step_post_hook(after_optimizer_step)
 
 
 # --- data -------------------------------------------------------------------------------------------
 
 
-def _wrap_next(original: Function) -> Function:
+def wrap_next(original: Function) -> Function:
+    """A data loader's ``__next__``, in the phase of waiting for data."""
+
     @functools.wraps(original)
     def __next__(self: Any) -> Any:
-        if not STATE.active:
+        if not STATE.active or _ident() != STATE.main_ident:
             return original(self)
         if STATE.injector is not None:
             STATE.injector.poll()
@@ -134,9 +156,9 @@ def _wrap_next(original: Function) -> Function:
 def class_patches() -> Iterator[tuple[type, str, Function]]:
     """(class, attribute, wrapper): methods, patched on their class."""
     base = dataloader._BaseDataLoaderIter
-    yield base, "__next__", _wrap_next(base.__next__)
+    yield base, "__next__", wrap_next(base.__next__)
     # With workers, making the iterator starts processes.
-    yield dataloader.DataLoader, "__iter__", _within(Phase.DATA, dataloader.DataLoader.__iter__)
+    yield dataloader.DataLoader, "__iter__", within(Phase.DATA, dataloader.DataLoader.__iter__)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------
@@ -209,7 +231,7 @@ def _saved(step: int) -> None:
 
 _DCP: dict[str, dict[str, Callable[[Function], Function]]] = {
     "torch.distributed.checkpoint.state_dict_saver": {"save": _wrap_dcp_save, "async_save": _wrap_dcp_save},
-    "torch.distributed.checkpoint.state_dict_loader": {"load": functools.partial(_within, Phase.CHECKPOINT)},
+    "torch.distributed.checkpoint.state_dict_loader": {"load": functools.partial(within, Phase.CHECKPOINT)},
 }
 
 
@@ -273,7 +295,7 @@ def _wrap_init(original: Function) -> Function:
                 try:
                     if done:
                         STATE.writer.init_done()
-                    STATE.after_phase(previous)
+                    STATE.writer.leave_phase(STATE.onwards(previous))
                 except ValueError as error:
                     _off(error)
         if STATE.injector is not None:
@@ -305,9 +327,9 @@ def function_patches() -> Iterator[tuple[str, Function, Function]]:
         original = getattr(c10d, name, None)
         if original is not None:
             yield name, original, _wrap_new_group(original)
-    yield "backward", torch.autograd.backward, _within(Phase.BACKWARD, torch.autograd.backward)
+    yield "backward", torch.autograd.backward, within(Phase.BACKWARD, torch.autograd.backward)
     yield "save", torch.save, _wrap_save(torch.save)
-    yield "load", torch.load, _within(Phase.CHECKPOINT, torch.load)
+    yield "load", torch.load, within(Phase.CHECKPOINT, torch.load)
     for module_name, wraps in _DCP.items():
         module = sys.modules.get(module_name)
         for name, wrap in wraps.items():

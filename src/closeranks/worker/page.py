@@ -14,7 +14,7 @@ import os
 import struct
 import sys
 import threading
-import time
+from time import monotonic_ns as _now
 
 from closeranks.progress import (
     COLLECTIVE,
@@ -32,13 +32,23 @@ from closeranks.progress import (
     STRINGS_BYTES,
     STRINGS_OFFSET,
     VERSION,
-    WORLD_GROUP,
     Field,
     Phase,
     key_of,
 )
 
-__all__ = ["P2P_OPS", "PageWriter", "PhaseToken", "Record"]
+__all__ = [
+    "P2P_OPS",
+    "PAGE_U32S",
+    "PAGE_WORDS",
+    "PLACE_U32",
+    "POSITION_U32",
+    "PageWriter",
+    "RECORD_WORDS",
+    "RING_MASK",
+    "RING_WORD",
+    "Record",
+]
 
 assert sys.byteorder == "little", "the progress page is little-endian and written with native stores"
 
@@ -47,33 +57,37 @@ P2P_OPS = frozenset(OPS.index(name) for name in ("send", "recv", "batch_isend_ir
 
 _NATIVE_COLLECTIVE = struct.Struct("@LIHHLIIIIL")  # COLLECTIVE's layout, stored a field at a time
 assert _NATIVE_COLLECTIVE.size == COLLECTIVE.size
+_pack = _NATIVE_COLLECTIVE.pack_into
 _RECORD_BYTES = COLLECTIVE.size
-_STATE_AT = 9  # of a record's u32s
+_RECORD_U32S = _RECORD_BYTES // 4
+_STATE_AT = COLLECTIVES_OFFSET // 4 + 9  # of a record's u32s
+RING_MASK = COLLECTIVE_SLOTS - 1
+assert COLLECTIVE_SLOTS & RING_MASK == 0
 
-# In 64-bit words from the start of the page, but where said.
-_PAGE_WORDS = PAGE_BYTES // 8
-_RECORD_WORDS = COLLECTIVE.size // 8
+# In 64-bit words from the start of a page.
+PAGE_WORDS = PAGE_BYTES // 8
+RECORD_WORDS = _RECORD_BYTES // 8
+RING_WORD = COLLECTIVES_OFFSET // 8
 _STEP_WORDS = STEP.size // 8
-_RING = COLLECTIVES_OFFSET // 8
-_RING_MASK = COLLECTIVE_SLOTS - 1
 _STEPS = STEPS_OFFSET // 8
-assert COLLECTIVE_SLOTS & _RING_MASK == 0 and STEP_SLOTS & (STEP_SLOTS - 1) == 0
-
 _TICKS, _TICK_NS = Field.TICKS // 8, Field.TICK_NS // 8
 _STEP, _STEP_NS = Field.STEP // 8, Field.STEP_NS // 8
 _PHASE, _PHASE_NS = Field.PHASE // 8, Field.PHASE_NS // 8
 _IN_COLLECTIVE, _WORLD_SEQ = Field.IN_COLLECTIVE // 8, Field.WORLD_SEQ // 8
 _COLLECTIVES, _STEP_HEAD = Field.COLLECTIVES // 8, Field.STEPS // 8
-_WORLD_POSITION, _WORLD_PLACE = Field.WORLD_POSITION // 4, Field.WORLD_PLACE // 4  # in u32s
-_USER_BYTES = 32
+_DESYNC, _DESYNC_SEQ = Field.DESYNC // 8, Field.DESYNC_SEQ // 8
+_FAULT_FIRED = Field.FAULT_FIRED // 8
+# In 32-bit ones.
+PAGE_U32S = PAGE_BYTES // 4
+POSITION_U32, PLACE_U32 = Field.WORLD_POSITION // 4, Field.WORLD_PLACE // 4
 
+_USER_BYTES = 32
 _U64 = 2**64 - 1
 _U32 = 2**32 - 1
 _ENTERED, _DONE = 1, 2
 _EPOCH_BITS = 24
 _FAR = 100  # a partner's record further back may be overwritten while we read it
 
-PhaseToken = tuple[int, str]
 # group | op << 32 | dtype << 48, numel, step | line << 32, file key
 Record = tuple[int, int, int, int]
 
@@ -82,13 +96,14 @@ class PageWriter:
     """The only writer of one rank's page.
 
     ``mapping`` holds the pages of all ``local_world_size`` ranks of the host. Raises ValueError if it is
-    too small. Once the mapping is released under it, every method raises ValueError.
+    too small. Once the mapping is released under it, every method raises ValueError, but ``collective_enter``
+    TypeError; the latter raises ``struct.error``, too, for a number that the record has no room for.
     """
 
     __slots__ = (
-        "_base", "_bytes", "_checkpoints", "_collectives", "_interned", "_lock", "_now", "_open", "_pack",
-        "_phase", "_ring_byte", "_steps", "_strings_used", "_ticks", "_u32", "_user", "_words", "_world",
-        "generation", "local_rank", "local_world_size", "rank", "step",
+        "_bytes", "_checkpoints", "_collectives", "_interned", "_lock", "_open", "_own", "_own_u32", "_phase",
+        "_steps", "_strings_used", "_ticks", "_user", "_world", "all_u32", "all_words", "generation",
+        "local_rank", "local_world_size", "rank", "step",
     )  # fmt: skip
 
     def __init__(
@@ -108,26 +123,24 @@ class PageWriter:
         self.local_rank = local_rank
         self.local_world_size = local_world_size
         self.step = 0
-        self._now = time.monotonic_ns
-        self._pack = _NATIVE_COLLECTIVE.pack_into
         self._lock = threading.Lock()
         self._map(memoryview(mapping))
         self._write_header()
 
     def _map(self, view: memoryview) -> None:
         whole = view.cast("B")[: PAGE_BYTES * self.local_world_size]
-        self._words = whole.cast("L")
-        assert self._words.itemsize == 8
-        self._u32 = whole.cast("I")
-        self._bytes = whole
-        self._base = self.local_rank * _PAGE_WORDS
-        self._ring_byte = self.local_rank * PAGE_BYTES + COLLECTIVES_OFFSET
+        self.all_words = whole.cast("L")
+        self.all_u32 = whole.cast("I")
+        assert self.all_words.itemsize == 8
+        start = self.local_rank * PAGE_BYTES
+        self._bytes = whole[start : start + PAGE_BYTES]
+        self._own = self._bytes.cast("L")
+        self._own_u32 = self._bytes.cast("I")
 
     def _write_header(self) -> None:
         """Start the page over: what an older generation left there must not be read as ours."""
-        start = self.local_rank * PAGE_BYTES
-        self._words[self._base] = 0
-        self._bytes[start : start + PAGE_BYTES] = bytes(PAGE_BYTES)
+        self._put(Field.MAGIC_VERSION, 0)
+        self._bytes[:] = bytes(PAGE_BYTES)
         self._ticks = self._collectives = self._steps = self._strings_used = self._checkpoints = 0
         self._world = 0
         self._open = 0
@@ -137,8 +150,7 @@ class PageWriter:
         self._put(Field.RANK, self.rank)
         self._put(Field.GENERATION, self.generation)
         self._put(Field.PID, os.getpid())
-        self.tick()
-        self._put(Field.PHASE_NS, self._now())
+        self.enter_phase(Phase.WAITING)
         self._put(Field.MAGIC_VERSION, MAGIC | VERSION << 32)
 
     def detach(self) -> None:
@@ -151,37 +163,38 @@ class PageWriter:
         self.step = step
 
     def _put(self, field: int, value: int) -> None:
-        self._words[self._base + field // 8] = value & _U64
+        self._own[field // 8] = value & _U64
 
     # --- signs of life ------------------------------------------------------------------------------
 
     def tick(self) -> None:
         """A sign of life."""
-        words, base = self._words, self._base
-        self._ticks = ticks = self._ticks + 1
-        words[base + _TICKS] = ticks
-        words[base + _TICK_NS] = self._now()
+        own = self._own
+        self._ticks = own[_TICKS] = self._ticks + 1
+        own[_TICK_NS] = _now()
 
-    def enter_phase(self, phase: int, user: str = "") -> PhaseToken:
-        """Go into a phase, which is a sign of life. Returns what ``leave_phase`` takes to go back."""
-        words, base = self._words, self._base
-        previous = (self._phase, self._user)
-        if user != self._user:
-            self._write_user(user)
-        self._phase = phase
-        now = self._now()
-        words[base + _PHASE] = phase
-        words[base + _PHASE_NS] = now
-        self._ticks = ticks = self._ticks + 1
-        words[base + _TICKS] = ticks
-        words[base + _TICK_NS] = now
+    def enter_phase(self, phase: int) -> int:
+        """Go into a phase, which is a sign of life. Returns the one before, to go back to."""
+        own = self._own
+        previous = self._phase
+        self._phase = own[_PHASE] = phase
+        own[_PHASE_NS] = own[_TICK_NS] = _now()
+        self._ticks = own[_TICKS] = self._ticks + 1
         return previous
 
-    set_phase = enter_phase
+    set_phase = leave_phase = enter_phase
 
-    def leave_phase(self, previous: PhaseToken) -> None:
-        """Back to the phase that ``enter_phase`` found."""
-        self.enter_phase(*previous)
+    def enter_user_phase(self, name: str) -> tuple[int, str]:
+        """Go into a phase that the script names; returns what ``leave_user_phase`` takes to go back."""
+        previous = self._phase, self._user
+        self._write_user(name)
+        self.enter_phase(Phase.USER)
+        return previous
+
+    def leave_user_phase(self, previous: tuple[int, str]) -> None:
+        """Back to what ``enter_user_phase`` found."""
+        self._write_user(previous[1])
+        self.enter_phase(previous[0])
 
     @property
     def phase(self) -> int:
@@ -191,28 +204,28 @@ class PageWriter:
     def _write_user(self, user: str) -> None:
         self._user = user
         text = user.encode("utf-8", "replace")[:_USER_BYTES].decode("utf-8", "ignore").encode()
-        at = self.local_rank * PAGE_BYTES + Field.USER_PHASE
-        self._bytes[at : at + _USER_BYTES] = text.ljust(_USER_BYTES, b"\0")
+        self._bytes[Field.USER_PHASE : Field.USER_PHASE + _USER_BYTES] = text.ljust(_USER_BYTES, b"\0")
 
     # --- steps --------------------------------------------------------------------------------------
 
-    def step_done(self, world_seq: int) -> None:
-        """One more step is complete; ``world_seq`` is the default group's sequence number now."""
-        words, base = self._words, self._base
+    def step_done(self, world_seq: int, phase: int | None = None) -> None:
+        """One more step is complete; ``world_seq`` is the default group's sequence number now.
+
+        With ``phase``, that is entered as well.
+        """
+        own = self._own
         self.step = step = self.step + 1
-        now = self._now()
-        slot = base + _STEPS + self._steps % STEP_SLOTS * _STEP_WORDS
-        words[slot] = step
-        words[slot + 1] = world_seq
-        words[slot + 2] = now
-        self._steps = steps = self._steps + 1
-        words[base + _STEP_HEAD] = steps
-        words[base + _WORLD_SEQ] = world_seq
-        words[base + _STEP] = step
-        words[base + _STEP_NS] = now
-        self._ticks = ticks = self._ticks + 1
-        words[base + _TICKS] = ticks
-        words[base + _TICK_NS] = now
+        slot = _STEPS + self._steps % STEP_SLOTS * _STEP_WORDS
+        own[slot] = step
+        own[slot + 1] = own[_WORLD_SEQ] = world_seq
+        now = _now()
+        own[slot + 2] = own[_STEP_NS] = own[_TICK_NS] = now
+        self._steps = own[_STEP_HEAD] = self._steps + 1
+        own[_STEP] = step
+        self._ticks = own[_TICKS] = self._ticks + 1
+        if phase is not None:
+            self._phase = own[_PHASE] = phase
+            own[_PHASE_NS] = now
 
     def absolute_step(self, number: int) -> None:
         """The step as the script itself counts it, over all generations. Negative numbers count as 0."""
@@ -231,7 +244,7 @@ class PageWriter:
     def begin_world(self) -> None:
         """A default process group is about to be made: records of an older one have no partners any more."""
         self._world = ((self._world >> _EPOCH_BITS) + 1 & 0xFF) << _EPOCH_BITS
-        self._u32[self._base * 2 + _WORLD_POSITION] = self._world
+        self._own_u32[POSITION_U32] = self._world
 
     def init_done(self) -> None:
         """``init_process_group`` has returned."""
@@ -240,63 +253,56 @@ class PageWriter:
 
     def world_seq(self, world_seq: int) -> None:
         """The default group's sequence number, as just read."""
-        self._words[self._base + _WORLD_SEQ] = world_seq
+        self._own[_WORLD_SEQ] = world_seq
 
     def collective_enter(
         self, seq: int, group_key: int, op: int, dtype: int, numel: int, file_key: int, line: int
     ) -> int:
         """Record a collective that is about to be issued and may block. Returns its token."""
-        words, base = self._words, self._base
+        own = self._own
         token = self._collectives
-        now = self._now()
-        self._pack(
-            self._bytes, self._ring_byte + (token & _RING_MASK) * _RECORD_BYTES,
+        now = _now()
+        _pack(
+            self._bytes, COLLECTIVES_OFFSET + (token & RING_MASK) * _RECORD_BYTES,
             seq, group_key, op, dtype, numel, self.step, line, file_key, _ENTERED, now,
         )  # fmt: skip
-        self._collectives = words[base + _COLLECTIVES] = token + 1
+        self._collectives = own[_COLLECTIVES] = token + 1
         if not group_key and op not in P2P_OPS:
-            u32 = self._u32
-            u32[base * 2 + _WORLD_PLACE] = token & _U32
-            self._world = u32[base * 2 + _WORLD_POSITION] = self._world + 1 & _U32
-            words[base + _WORLD_SEQ] = seq - 1
+            u32 = self._own_u32
+            u32[PLACE_U32] = token & _U32
+            self._world = u32[POSITION_U32] = self._world + 1
+            own[_WORLD_SEQ] = seq - 1
         self._open += 1
-        words[base + _IN_COLLECTIVE] = 1
-        self._ticks = words[base + _TICKS] = self._ticks + 1
-        words[base + _TICK_NS] = now
+        own[_IN_COLLECTIVE] = 1
+        self._ticks = own[_TICKS] = self._ticks + 1
+        own[_TICK_NS] = now
         return token
 
     def collective_exit(self, token: int) -> None:
         """The call has returned: the collective is done, or under way if it was asynchronous."""
-        words, base = self._words, self._base
+        own = self._own
         if self._collectives - token <= COLLECTIVE_SLOTS:  # else the slot is a later record's by now
-            self._u32[(base + _RING + (token & _RING_MASK) * _RECORD_WORDS) * 2 + _STATE_AT] = _DONE
+            self._own_u32[_STATE_AT + (token & RING_MASK) * _RECORD_U32S] = _DONE
         self._open = left = self._open - 1
         if left <= 0:
-            self._open = words[base + _IN_COLLECTIVE] = 0
-        self._ticks = words[base + _TICKS] = self._ticks + 1
-        words[base + _TICK_NS] = self._now()
+            self._open = own[_IN_COLLECTIVE] = 0
+        self._ticks = own[_TICKS] = self._ticks + 1
+        own[_TICK_NS] = _now()
 
-    def collective_failed(self, token: int) -> None:
+    def collective_failed(self) -> None:
         """The call has raised: its record stays open for good, but nobody is inside it any more."""
         self._open = max(self._open - 1, 0)
         if not self._open:
-            self._words[self._base + _IN_COLLECTIVE] = 0
+            self._own[_IN_COLLECTIVE] = 0
         self.tick()
 
-    def wait_enter(self, token: int | None) -> None:
-        """About to wait for an asynchronous collective; ``token`` is that of its record, where known."""
-        if token is not None and self._collectives - token <= COLLECTIVE_SLOTS:
-            self._u32[(self._base + _RING + (token & _RING_MASK) * _RECORD_WORDS) * 2 + _STATE_AT] = _ENTERED
+    def wait_enter(self, token: int) -> None:
+        """About to wait for an asynchronous collective; ``token`` is that of its record."""
+        if self._collectives - token <= COLLECTIVE_SLOTS:
+            self._own_u32[_STATE_AT + (token & RING_MASK) * _RECORD_U32S] = _ENTERED
         self._open += 1
-        self._words[self._base + _IN_COLLECTIVE] = 1
+        self._own[_IN_COLLECTIVE] = 1
         self.tick()
-
-    def wait_exit(self, token: int | None) -> None:
-        """The wait is over."""
-        if token is not None:
-            self.collective_exit(token)
-        else:
-            self.collective_failed(0)
 
     # --- neighbours ---------------------------------------------------------------------------------
 
@@ -307,11 +313,6 @@ class PageWriter:
         """
         return self._world
 
-    def world_position_of(self, local_rank: int) -> int:
-        """A neighbour's ``world_position()``."""
-        position: int = self._u32[local_rank * _PAGE_WORDS * 2 + _WORLD_POSITION]
-        return position
-
     def record_of(self, local_rank: int, position: int, seq: int) -> Record | None:
         """A neighbour's record at ``position``; None if it isn't there, not any more, or not at ``seq``.
 
@@ -319,23 +320,22 @@ class PageWriter:
         that can't be seen from here (calls from C++ between two ranks) has moved one of them, and nothing
         follows from a difference.
         """
-        words = self._words
-        base = local_rank * _PAGE_WORDS
-        ahead = self._u32[base * 2 + _WORLD_POSITION] - position
+        words, u32 = self.all_words, self.all_u32
+        ahead = u32[local_rank * PAGE_U32S + POSITION_U32] - position
         if not 0 <= ahead <= _FAR:
             return None
         # Read after the position, which is written after it: at worst it is of a newer record, whose sequence
         # number then tells.
-        at = self._u32[base * 2 + _WORLD_PLACE]
-        slot = base + _RING + (at & _RING_MASK) * _RECORD_WORDS
+        at = u32[local_rank * PAGE_U32S + PLACE_U32]
+        ring = local_rank * PAGE_WORDS + RING_WORD
         for _ in range(_FAR if ahead else 0):
             at -= 1
-            slot = base + _RING + (at & _RING_MASK) * _RECORD_WORDS
-            kind = words[slot + 1]
-            if kind & _U32 == WORLD_GROUP and kind >> 32 & 0xFFFF not in P2P_OPS:
+            kind = words[ring + (at & RING_MASK) * RECORD_WORDS + 1]
+            if not kind & _U32 and kind >> 32 & 0xFFFF not in P2P_OPS:
                 ahead -= 1
                 if not ahead:
                     break
+        slot = ring + (at & RING_MASK) * RECORD_WORDS
         if ahead or words[slot] != seq:
             return None
         return words[slot + 1], words[slot + 2], words[slot + 3], words[slot + 4] & _U32
@@ -350,17 +350,16 @@ class PageWriter:
 
     def flag_desync(self, neighbour: int, seq: int) -> None:
         """That neighbour is in another collective than ours at ``seq``; the first finding stays."""
-        base = self._base
-        if not self._words[base + Field.DESYNC // 8]:
-            self._words[base + Field.DESYNC_SEQ // 8] = seq
-            self._words[base + Field.DESYNC // 8] = neighbour + 1
+        own = self._own
+        if not own[_DESYNC]:
+            own[_DESYNC_SEQ] = seq
+            own[_DESYNC] = neighbour + 1
 
     # --- faults and names ---------------------------------------------------------------------------
 
     def fault_fired(self, number: int) -> None:
         """Injected fault ``number`` (0 to 63) is about to be carried out."""
-        at = self._base + Field.FAULT_FIRED // 8
-        self._words[at] |= 1 << number
+        self._own[_FAULT_FIRED] |= 1 << number
 
     def intern_file(self, path: str) -> int:
         """The key of a source path; 0 once the string table is full."""
@@ -386,7 +385,7 @@ class PageWriter:
             fits = len(encoded) < 2**16 and used + size <= STRINGS_BYTES
             key = key_of(text) if fits else 0
             if fits:
-                at = self.local_rank * PAGE_BYTES + STRINGS_OFFSET + used
+                at = STRINGS_OFFSET + used
                 STRING.pack_into(self._bytes, at, key, kind, len(encoded))
                 self._bytes[at + STRING.size : at + size] = encoded
                 self._strings_used = used + size

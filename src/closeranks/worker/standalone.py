@@ -12,11 +12,9 @@ import sys
 if __name__ == "__main__" and sys.path and os.path.dirname(os.path.abspath(__file__)) == sys.path[0]:  # noqa: PTH100, PTH120
     del sys.path[0]  # our own folder's names (store, page, ...) must not hide anybody's modules
 
-import socket
-
 from closeranks import linux
 from closeranks.worker import bootstrap
-from closeranks.worker.zygote import import_all
+from closeranks.worker.zygote import import_all, open_channel
 
 __all__ = ["main"]
 
@@ -24,10 +22,11 @@ __all__ = ["main"]
 def main(argv: list[str]) -> None:
     """``standalone.py CHANNEL_FD AGENT_PID MODULES ...``: import, say hello, wait, run."""
     linux.die_with_parent()
-    sock = socket.socket(fileno=int(argv[1]))
+    sock = open_channel(argv[1])
     if os.getppid() != int(argv[2]):
         os._exit(1)
     linux.set_title("closeranks: spare", "cr-spare")
+    bootstrap.ignore_user_signals()
     for failure in import_all([name for name in argv[3].split(",") if name]):
         sys.stderr.write(f"closeranks: can't import {failure['module']}: {failure['error']}\n")
     order = bootstrap.wait_for_order(sock)

@@ -17,6 +17,7 @@ import sys
 if __name__ == "__main__" and sys.path and os.path.dirname(os.path.abspath(__file__)) == sys.path[0]:  # noqa: PTH100, PTH120
     del sys.path[0]  # our own folder's names (store, page, ...) must not hide anybody's modules
 
+import contextlib
 import gc
 import importlib
 import socket
@@ -26,32 +27,51 @@ from typing import Any
 from closeranks import linux, wire
 from closeranks.worker import bootstrap
 
-__all__ = ["import_all", "main", "why_unsafe"]
+__all__ = ["import_all", "main", "open_channel", "why_unsafe"]
 
 _ADOPTION_TIMEOUT_S = 5.0
-# What a module may reasonably raise while it is imported. Anything else ends the zygote, and the agent then
-# starts its workers with exec and says why.
+# What a module may raise while it is imported. Anything else ends the zygote; the agent then starts its workers
+# with exec, without what the user wanted preloaded, and says why.
 IMPORT_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
     ImportError,
-    SyntaxError,
+    LookupError,
+    MemoryError,
+    NameError,
     OSError,
     RuntimeError,
-    AttributeError,
+    SyntaxError,
+    SystemError,
+    SystemExit,
     TypeError,
     ValueError,
-    KeyError,
 )
 
 
 def import_all(names: list[str]) -> list[dict[str, str]]:
-    """Import each module; returns what failed as ``{"module", "error"}``: worth a notice, never fatal."""
+    """Import each module; returns what failed as ``{"module", "error"}``: worth a notice, never fatal.
+
+    The current directory stays what it was, as scripts are named relative to it.
+    """
     failed = []
+    here = bootstrap.out_of_the_way(os.open(".", os.O_PATH | os.O_DIRECTORY))
     for name in names:
         try:
             importlib.import_module(name)
         except IMPORT_ERRORS as error:
             failed.append({"module": name, "error": f"{type(error).__name__}: {error}"[:500]})
+    with contextlib.suppress(OSError):  # a module that closes all descriptors it finds, or takes the right away
+        os.fchdir(here)
+        os.close(here)
     return failed
+
+
+def open_channel(number: str) -> socket.socket:
+    """The agent's socket, out of the way of modules that close the descriptors they find."""
+    return socket.socket(fileno=bootstrap.out_of_the_way(int(number)))
 
 
 def why_unsafe() -> str:
@@ -133,11 +153,12 @@ def _serve(zygote: socket.socket, agent_pid: int) -> bootstrap.Order:
 def main(argv: list[str]) -> None:
     """``zygote.py CHANNEL_FD AGENT_PID MODULES ...``: import, then serve. The rest makes room for titles."""
     linux.die_with_parent()
-    sock = socket.socket(fileno=int(argv[1]))
+    sock = open_channel(argv[1])
     agent_pid = int(argv[2])
     if os.getppid() != agent_pid:
         os._exit(1)
     linux.set_title("closeranks: zygote", "cr-zygote")
+    bootstrap.ignore_user_signals()
     began = time.monotonic()
     failed = import_all([name for name in argv[3].split(",") if name])
     torch = sys.modules.get("torch")

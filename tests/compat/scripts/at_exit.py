@@ -17,9 +17,9 @@ def late():
     print("thread done")
 
 
-atexit.register(sys.stdout.write, "no newline at the end")
 thing = Thing()
-weakref.finalize(thing, print, "finalizer")
+# Before any other handler, so that it runs after them all, whoever else has made finalizers before.
+weakref.finalize(thing, sys.stdout.write, "no newline at the end")
 atexit.register(print, "registered first")
 atexit.register(print, "registered second")
 pool = concurrent.futures.ThreadPoolExecutor(1)

@@ -1,0 +1,122 @@
+"""Every kind of fault on every rank: found, the right rank named, survived, and nothing lost.
+
+One run a kind and world size; each generation has the fault on another rank, so that a run of n ranks has n
+incidents, and a last generation that reaches the end with the parameters of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "train.py"
+AT_STEP = 12  # the early comparison of collectives needs eight of them in lockstep
+
+
+@dataclass(frozen=True)
+class Kind:
+    fault: str
+    verdicts: tuple[str, ...]  # acceptable Verdict.kind
+    leaf: str | None = None
+    extra: str = ""
+    flags: tuple[str, ...] = ()
+
+
+KINDS = (
+    Kind("kill", ("rank_exit",)),
+    Kind("stop", ("frozen_process",), "app.hang"),
+    Kind("hang-python", ("host_block", "never_enters"), "app.hang"),
+    Kind("hang-c", ("host_block", "never_enters"), "app.hang"),
+    Kind("spin", ("host_block", "never_enters"), "app.hang", flags=("--hang-timeout", "4")),
+    Kind("skip", ("skip_collective",), "comm.desync"),
+    Kind("dtype", ("dtype_mismatch",), "comm.desync"),
+    Kind("size", ("size_mismatch",), "comm.desync"),
+    Kind("op", ("type_mismatch",), "comm.desync"),
+    Kind("exception", ("exception",), "app.exception"),
+    Kind("exit", ("rank_exit", "exit_code", "exception"), extra=",code=7"),
+    Kind("os-exit", ("rank_exit", "exit_code"), extra=",code=9"),
+    Kind("segv", ("native_crash",), "app.crash_segv"),
+    Kind("oom", ("exception", "out_of_memory"), "app.host_oom", extra=",limit_mb=300"),
+)
+SIZES = (2, 4, 8)
+QUICK = {("kill", 2), ("stop", 2), ("skip", 4), ("hang-c", 2), ("exception", 2), ("size", 2)}
+
+
+def cells() -> list[pytest.ParameterSet]:
+    found = []
+    for kind in KINDS:
+        for world_size in SIZES:
+            marks = [] if (kind.fault, world_size) in QUICK else [pytest.mark.slow]
+            found.append(pytest.param(kind, world_size, marks=marks, id=f"{kind.fault}-{world_size}"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """The final line of an undisturbed run, by world size; filled on demand."""
+    return {}
+
+
+def final_line(stdout: str) -> str:
+    ends = {line.partition("end ")[2] for line in stdout.splitlines() if "end " in line}
+    assert len(ends) == 1, f"ranks disagree or did not finish: {ends}\n{stdout[-3000:]}"
+    return ends.pop()
+
+
+def verdicts(runs: Path) -> list[dict[str, object]]:
+    (run,) = [path for path in runs.iterdir() if path.is_dir() and not path.is_symlink()]
+    return [json.loads(path.read_text()) for path in sorted(run.glob("incidents/[0-9]*/verdict.json"))]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("kind", "world_size"), cells())
+def test_each_rank_is_named_and_the_run_ends_as_if_nothing_had_been(
+    kind: Kind,
+    world_size: int,
+    run_closeranks: Callable[..., object],
+    tmp_path: Path,
+    undisturbed: dict[int, str],
+) -> None:
+    size = ("--nproc-per-node", str(world_size))
+    if world_size not in undisturbed:
+        plain = run_closeranks("run", *size, SCRIPT, "--steps", "60", "--checkpoint", tmp_path / "plain.pt")
+        assert plain.returncode == 0, plain.stderr
+        undisturbed[world_size] = final_line(plain.stdout)
+    runs = tmp_path / "runs"
+    faults = [
+        part
+        for rank in range(world_size)
+        for part in ("--inject", f"{kind.fault}:rank={rank},step={AT_STEP},generation={rank}{kind.extra}")
+    ]
+    steps = ("--steps", "200", "--checkpoint", tmp_path / "disturbed.pt")
+    disturbed = run_closeranks(
+        "run", *size, "--log-dir", runs, *kind.flags, *faults, SCRIPT, *steps, timeout_s=60 + 20 * world_size
+    )
+    assert disturbed.returncode == 0, disturbed.stderr[-6000:]
+    found = verdicts(runs)
+    named = [[culprit["rank"] for culprit in verdict["culprits"]] for verdict in found]
+    assert named == [[rank] for rank in range(world_size)], [v["summary"] for v in found]
+    assert {v["kind"] for v in found} <= set(kind.verdicts), [(v["kind"], v["summary"]) for v in found]
+    if kind.leaf is not None:
+        assert {v["leaf"] for v in found} == {kind.leaf}
+    final_line(disturbed.stdout)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("fault", ["kill", "stop", "skip"])
+def test_parameters_are_those_of_an_undisturbed_run(
+    fault: str, run_closeranks: Callable[..., object], tmp_path: Path
+) -> None:
+    size = ("--nproc-per-node", "2")
+    plain = run_closeranks("run", *size, SCRIPT, "--steps", "50", "--checkpoint", tmp_path / "plain.pt")
+    spec = f"{fault}:rank=1,step={AT_STEP}"
+    broken = run_closeranks(
+        "run", *size, "--inject", spec, SCRIPT, "--steps", "50", "--checkpoint", tmp_path / "broken.pt"
+    )
+    assert plain.returncode == broken.returncode == 0, broken.stderr
+    assert final_line(plain.stdout) == final_line(broken.stdout)
+    assert "incident 0001" in broken.stderr and "incident 0002" not in broken.stderr

@@ -1,0 +1,126 @@
+"""What is slow and alive is never killed: no incident, whatever is suspected on the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "train.py"
+
+
+def no_incident(runs: Path) -> bool:
+    return not list(runs.glob("*/incidents/[0-9]*"))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "what",
+    [
+        "evaluate-busy",
+        pytest.param("evaluate-asleep", marks=pytest.mark.slow),
+        pytest.param("checkpoint", marks=pytest.mark.slow),
+        pytest.param("first-step", marks=pytest.mark.slow),
+        pytest.param("uneven", marks=pytest.mark.slow),
+        pytest.param("data", marks=pytest.mark.slow),
+    ],
+)
+def test_slow_is_not_dead(what: str, run_closeranks: Callable[..., object], tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    done = run_closeranks(
+        *("run", "--nproc-per-node", "3", "--log-dir", runs, SCRIPT),
+        *("--steps", "40", "--checkpoint", tmp_path / "c.pt", "--slow", what),
+    )
+    assert done.returncode == 0, done.stderr
+    assert no_incident(runs), done.stderr
+    if what in ("evaluate-busy", "evaluate-asleep", "data"):
+        assert "suspicious" in done.stderr and "all clear" in done.stderr, done.stderr
+
+
+def ranks_of(running: object) -> list[int]:
+    """The pids of the ranks, from their titles."""
+    found = []
+    for pid in running.pids():
+        try:
+            if Path(f"/proc/{pid}/comm").read_text().startswith("rank "):
+                found.append(pid)
+        except OSError:
+            continue
+    return sorted(found)
+
+
+def wait_until_training(running: object) -> None:
+    running.wait_for("first step after", 60)
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_a_suspended_job_goes_on_when_it_is_continued(
+    start_closeranks: Callable[..., object], tmp_path: Path
+) -> None:
+    """Every process of the job, agent included, as a scheduler's suspend or a closed laptop lid does it."""
+    runs = tmp_path / "runs"
+    running = start_closeranks(
+        *("run", "--nproc-per-node", "2", "--log-dir", runs, SCRIPT),
+        *("--steps", "400", "--checkpoint", tmp_path / "c.pt"),
+    )
+    wait_until_training(running)
+    pids = running.pids()
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(5)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    done = running.wait()
+    assert done.returncode == 0, done.stderr
+    assert no_incident(runs), done.stderr
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_all_ranks_stopped_is_a_suspension_not_a_fault(
+    start_closeranks: Callable[..., object], tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    running = start_closeranks(
+        *("run", "--nproc-per-node", "2", "--log-dir", runs, SCRIPT),
+        *("--steps", "400", "--checkpoint", tmp_path / "c.pt"),
+    )
+    wait_until_training(running)
+    ranks = ranks_of(running)
+    assert len(ranks) == 2
+    for pid in ranks:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(4)
+    for pid in ranks:
+        os.kill(pid, signal.SIGCONT)
+    done = running.wait()
+    assert done.returncode == 0, done.stderr
+    assert no_incident(runs), done.stderr
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_a_debugger_may_hold_a_rank(start_closeranks: Callable[..., object], tmp_path: Path) -> None:
+    """A tracer (here: strace's way, PTRACE_SEIZE and stop, by gdb where it is installed)."""
+    import shutil
+
+    gdb = shutil.which("gdb")
+    if gdb is None:
+        pytest.skip("needs gdb to trace a rank")
+    runs = tmp_path / "runs"
+    running = start_closeranks(
+        *("run", "--nproc-per-node", "2", "--log-dir", runs, SCRIPT),
+        *("--steps", "400", "--checkpoint", tmp_path / "c.pt"),
+    )
+    wait_until_training(running)
+    command = [gdb, "-nx", "-batch", "-p", str(ranks_of(running)[0]), "-ex", "shell sleep 5", "-ex", "detach"]
+    subprocess.run(command, check=False, capture_output=True, timeout=60)
+    done = running.wait()
+    assert done.returncode == 0, done.stderr
+    assert no_incident(runs), done.stderr
