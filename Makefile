@@ -5,7 +5,7 @@
 #   make test-slow   those that take minutes: many kills in a row, the whole fault matrix
 #   make check       linters, types, house rules, docs
 #   make bench       against torchrun and NVIDIA's resiliency extension, same machine, same script
-#   make docs        the documentation as a site, in site/
+#   make docs        the documentation as a site, in build/site/
 #   make clean       remove all of that again
 #
 # PYTHON=python3.12 picks an interpreter, TORCH='torch==2.13.0+cpu' another build (pip's syntax).
@@ -18,7 +18,7 @@ MAKEFLAGS += --no-builtin-rules
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
@@ -52,12 +52,17 @@ $(VENV)/.torch: $(VENV)/.python
 	@$(PIP) install '$(TORCH)' 'numpy>=1.26'
 	@touch $@
 
-$(VENV)/.ready: $(VENV)/.torch pyproject.toml
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	@echo "installing closeranks"
+	@$(PIP) install --editable .
+	@touch $@
+
+$(VENV)/.ready: $(VENV)/.installed
+	@echo "installing what tests and checks need"
 	@$(PIP) install --editable '.[dev]'
 	@touch $@
 
-demo: setup
+demo: $(VENV)/.installed
 	$(BIN)/closeranks demo
 
 # Tests that start training processes measure time and kill things: one after the other, on a quiet machine.
@@ -90,7 +95,7 @@ $(VENV)/.docs: $(VENV)/.ready
 docs: $(VENV)/.docs
 	$(BIN)/python scripts/check_docs.py
 	$(BIN)/mkdocs build --strict --quiet
-	@echo "open site/index.html"
+	@echo "open build/site/index.html"
 
 clean:
-	rm -rf $(VENV) site build dist closeranks-runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist closeranks-runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

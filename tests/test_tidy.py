@@ -326,8 +326,16 @@ def test_words_that_have_no_place_here(pattern: re.Pattern[str], why: str) -> No
 
 
 def test_test_modules_have_names_of_their_own() -> None:
-    """Without packages in tests/, two modules of one name would shadow each other."""
-    counts = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    """Two modules of one name would shadow each other; a folder with an __init__.py is part of the name."""
+
+    def imported_as(path: Path) -> str:
+        parts, folder = [path.stem], path.parent
+        while (folder / "__init__.py").exists():
+            parts.insert(0, folder.name)
+            folder = folder.parent
+        return ".".join(parts)
+
+    counts = Counter(imported_as(path) for path in (ROOT / "tests").rglob("test_*.py"))
     assert not [name for name, count in counts.items() if count > 1]
 
 

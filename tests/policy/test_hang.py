@@ -671,6 +671,11 @@ def test_p4_where_the_others_wait_in_ddp():
     job.ranks[3].threads = []
     found = job.acted_on(since, 3 * FLOOR_S)
     assert (found.trigger.kind, found.trigger.ranks) == ("blocked", (3,))
+    suspect = job.findings[0][1].trigger
+    assert suspect.ranks == (3,)
+    assert suspect.detail.endswith(
+        "(phase train, in a wait without a time limit) while 3 ranks wait in a collective"
+    )
 
 
 @pytest.mark.parametrize(("size", "culprit"), EVERY_RANK)
@@ -760,12 +765,12 @@ def test_p6_init_stall(size: int):
 
 @pytest.mark.parametrize(("size", "culprit"), EVERY_RANK)
 def test_p7_hang_timeout(size: int, culprit: int):
-    job = trained(size, config=HangConfig(hang_timeout_s=20))
+    job = trained(size, config=HangConfig(hang_timeout_s=5))
     since = job.now_s
     job.all_enter(but=(culprit,))
     job.ranks[culprit].go(Wait.RUNNING)
-    found = job.acted_on(since, 20.3)
-    assert job.now_s - since >= 20
+    found = job.acted_on(since, 5.3)
+    assert job.now_s - since >= 5
     assert (found.trigger.kind, found.trigger.ranks) == ("hang_timeout", (culprit,))
 
 
@@ -870,12 +875,28 @@ def test_the_percentile_is_of_the_slowest_rank():
 
 
 def test_bounds():
-    config = HangConfig()
-    assert suspect_bound_s(config, None, (), "train") == 30.0
-    assert suspect_bound_s(config, 0.01, (), "train") == 1.0
-    assert suspect_bound_s(config, 0.5, (), "train") == 5.0
-    assert suspect_bound_s(config, 0.5, (("train", 10.0),), "train") == 15.0
-    assert suspect_bound_s(config, 0.5, (("data", 10.0),), "train") == 5.0
+    config, job = HangConfig(), Job(1)
+
+    def bound_s(p99: float | None, phase: Phase, longest_s: tuple[tuple[str, float], ...] = ()) -> float:
+        job.ranks[0].phase = phase
+        return suspect_bound_s(config, p99, longest_s, job.page(job.ranks[0], rings=False))
+
+    assert bound_s(None, Phase.TRAIN) == 30.0
+    assert bound_s(0.01, Phase.TRAIN) == 1.0
+    assert bound_s(0.5, Phase.TRAIN) == 5.0
+    assert bound_s(0.5, Phase.TRAIN, (("train", 10.0),)) == 15.0
+    assert bound_s(0.5, Phase.TRAIN, (("data", 10.0),)) == 5.0
+    assert bound_s(0.01, Phase.EXIT) == 30.0
+    assert bound_s(5.0, Phase.EXIT) == 50.0
+
+
+def test_interpreters_take_a_while_to_shut_down():
+    job = trained(2)
+    for rank in job.ranks:
+        rank.phase = Phase.EXIT
+        rank.tick()
+    job.run(20)
+    assert job.findings == []
 
 
 def test_what_is_remembered_is_bounded():

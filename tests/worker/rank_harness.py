@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,7 @@ class Ranks:
         with_torch: bool,
     ) -> None:
         code = 1
+        warnings.resetwarnings()  # as in a script: torch warns of itself
         try:
             os.environ.update(
                 RANK=str(rank),
@@ -182,7 +184,19 @@ class Ranks:
             )
         return "\n".join(lines)
 
+    def _has_page(self, rank: int) -> bool:
+        return read_page(memoryview(self._pages)[rank * PAGE_BYTES : (rank + 1) * PAGE_BYTES]) is not None
+
     def __enter__(self) -> Ranks:
+        try:
+            self.until(
+                lambda: all(
+                    self._has_page(rank) or self.status[rank] is not None for rank in range(self.size)
+                )
+            )
+        except AssertionError:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -8,9 +8,11 @@ recorded as silent: holding the GIL, stopped or dead. Nothing here changes what 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,27 +26,32 @@ from closeranks.diagnose.stacks import parse_faulthandler
 from closeranks.evidence import Evidence, Frame, GroupStatus, HostFacts, ProcessFacts, RankEvidence, Trigger
 from closeranks.linux import STACK_SIGNAL
 
-__all__ = ["Budget", "CRASH", "HANG", "Captured", "capture", "group_statuses", "take_stacks"]
+__all__ = ["BLOCKED", "CRASH", "HANG", "Captured", "capture", "group_statuses", "take_stacks"]
 
 _MAX_STACK_BYTES = 1 << 20
 _POLL_S = 0.001
+_MOST_NATIVE = 16  # ranks; each takes a process that reads the symbols of torch
 _ABORT_LINE = re.compile(r"what\(\):|terminate called|Fatal Python error|[Aa]ssertion .* failed|SIGABRT")
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How long ranks may take to answer (seconds), and whether this is a hang.
+    """How long ranks, and py-spy where it is installed, may take to answer (seconds); whether it is a hang.
 
     In a hang /proc is read before any signal wakes anybody, and slow tools may run. A death is already
     explained by its exit: the survivors' stacks are a bonus that must not delay the restart.
     """
 
     answers_s: float
+    native_s: float
     hang: bool
 
 
-CRASH = Budget(answers_s=0.012, hang=False)
-HANG = Budget(answers_s=0.5, hang=True)
+CRASH = Budget(answers_s=0.012, native_s=0.0, hang=False)
+HANG = Budget(answers_s=0.12, native_s=0.0, hang=True)
+# Native frames cost py-spy up to a second a process (the symbols of torch): where a rank is blocked outside
+# any collective they are the evidence, and the job has waited for longer than that already.
+BLOCKED = Budget(answers_s=0.15, native_s=0.9, hang=True)
 
 
 @dataclass(slots=True)
@@ -119,17 +126,31 @@ async def ask_flight_recorder(ranks: Sequence[Rank], directory: Path | None, tim
         await asyncio.sleep(_POLL_S)
 
 
-async def _native_stack(pid: int, timeout_s: float) -> str:
+async def _outside_stacks(ranks: Sequence[Rank], budget: Budget) -> dict[int, str]:
     """py-spy's view, where it is installed: it reads a stopped process, and one that holds the GIL."""
-    tool = shutil.which("py-spy")
+    tool = _py_spy() if budget.hang else None
     if tool is None:
-        return ""
+        return {}
+    how = ["--native"] if budget.native_s > 0 else ["--nonblocking"]
+    limit_s = max(budget.native_s, budget.answers_s)
+    texts = await asyncio.gather(
+        *(_py_spy_dump(tool, rank.pid, how, limit_s) for rank in ranks[:_MOST_NATIVE])
+    )
+    return {rank.rank: text for rank, text in zip(ranks, texts, strict=False) if text}
+
+
+def _py_spy() -> str | None:
+    beside = Path(sys.executable).with_name("py-spy")
+    return str(beside) if beside.exists() else shutil.which("py-spy")
+
+
+async def _py_spy_dump(tool: str, pid: int, how: Sequence[str], timeout_s: float) -> str:
     process = await asyncio.create_subprocess_exec(
         tool,
         "dump",
         "--pid",
         str(pid),
-        "--native",
+        *how,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
@@ -137,7 +158,8 @@ async def _native_stack(pid: int, timeout_s: float) -> str:
     try:
         out, _ = await asyncio.wait_for(process.communicate(), timeout_s)
     except TimeoutError:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
         await process.wait()
         return ""
     return out[:_MAX_STACK_BYTES].decode("utf-8", "replace")
@@ -197,15 +219,12 @@ async def capture(
     answers = asyncio.gather(
         take_stacks(world.ranks, budget.answers_s),
         ask_flight_recorder(world.ranks, recorder_dir, budget.answers_s),
+        _outside_stacks(living, budget),
     )
     await asyncio.sleep(0)  # the requests are out
     if not budget.hang:
         facts = {rank.rank: procfs.read_process(rank.pid) for rank in living}
-    stacks, _ = await answers
-    native: dict[int, str] = {}
-    if budget.hang:
-        texts = await asyncio.gather(*(_native_stack(rank.pid, budget.answers_s) for rank in living))
-        native = {rank.rank: text for rank, text in zip(living, texts, strict=True) if text}
+    stacks, _, native = await answers
     ranks = []
     for rank in world.ranks:
         path = log_paths.get(rank.rank)

@@ -150,9 +150,7 @@ def hold_signals(names: Iterable[str]) -> set[signal.Signals]:
     return watched
 
 
-def supervise(
-    agent: Callable[[int], int], clean_up: Callable[[], None], watched: set[signal.Signals]
-) -> int:
+def supervise(agent: Callable[[int], int], clean_up: Callable[[], None], watched: set[signal.Signals]) -> int:
     """Run ``agent(guard_pid)`` in a process of its own and guard it. Returns the exit code.
 
     ``watched`` is what ``hold_signals`` returned: the agent starts with these blocked, and unblocks them when

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from closeranks.agent import procfs_host
-from closeranks.agent.capture import CRASH, HANG, Captured, capture
+from closeranks.agent.capture import BLOCKED, CRASH, HANG, Captured, capture
 from closeranks.agent.world import World
 from closeranks.diagnose import codec, diagnose
 from closeranks.events import Event, Failure, FailureKind
@@ -35,6 +35,7 @@ _KINDS = {
     "init_stall": FailureKind.INIT_STALL,
     "hang_timeout": FailureKind.HANG_TIMEOUT,
 }
+_PATIENT = frozenset({"blocked", "hang_timeout", "init_stall"})
 _DESYNCS = frozenset(
     {"skip_collective", "extra_collective", "type_mismatch", "size_mismatch", "dtype_mismatch", "wrong_order"}
 )
@@ -59,8 +60,14 @@ class Incidents:
         """From the first sign to the Failure that policy decides on."""
         self.count += 1
         incident_id = f"{self.count:04d}"
-        captured = await self._capture(world, trigger, incident_id)
-        verdict = diagnose(captured.evidence)
+        try:
+            captured = await self._capture(world, trigger, incident_id)
+            verdict = diagnose(captured.evidence)
+        except Exception as error:  # a bug in here must not cost the job its restart
+            self._owner.console.internal_error(error)
+            self._owner.watch.end(world)
+            self._dispatch(_unexplained(world, trigger, incident_id))
+            return
         durable = self._owner.watch.durable_progress(world)
         self._owner.watch.end(world)
         self._note_detected(world, captured.evidence, verdict)
@@ -91,7 +98,7 @@ class Incidents:
             world,
             trigger,
             incident_id=incident_id,
-            budget=CRASH if quick else HANG,
+            budget=CRASH if quick else BLOCKED if trigger.kind in _PATIENT else HANG,
             directory=self._owner.run_dir / "incidents" / incident_id,
             log_paths={
                 rank.rank: self._owner.log_path(world.generation, rank.rank, "err") for rank in world.ranks
@@ -129,6 +136,21 @@ class Incidents:
                 world.generation if world is not None and world.generation > evidence.generation else None
             )
             self._owner.console.incident(evidence, verdict, directory, next_generation=follows)
+
+
+def _unexplained(world: World, trigger: Trigger, incident_id: str) -> Failure:
+    """What policy is told when evidence or diagnosis failed: that it broke, and no more."""
+    return Failure(
+        generation=world.generation,
+        incident_id=incident_id,
+        kind=_KINDS.get(trigger.kind, FailureKind.SIGNAL),
+        rank=next(iter(trigger.ranks), None),
+        signature=f"unexplained:{trigger.kind}",
+        step=max((page.progress_steps for rank in world.ranks if (page := world.page(rank))), default=0),
+        startup=False,
+        durable_progress=False,
+        exit_code=1,
+    )
 
 
 def _killed_from_outside(world: World) -> bool:

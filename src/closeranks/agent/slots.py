@@ -155,7 +155,9 @@ class Slots:
         if len(taken) < self._count:
             for spare in taken:
                 spare.close()
-            raise ZygoteError(problem or f"workers die before they start: {len(taken)} of {self._count} are up")
+            raise ZygoteError(
+                problem or f"workers die before they start: {len(taken)} of {self._count} are up"
+            )
         return taken
 
     async def learn(self, modules: Sequence[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 from pathlib import Path
@@ -69,9 +68,8 @@ class Starter:
         )
         try:
             world.go(rank, self._order(world, rank, port, out.parent), stdout_fd, stderr_fd)
-        except OSError:
-            # The spare died since it said hello: its pidfd tells, and the incident takes its course.
-            asyncio.get_running_loop().add_reader(rank.pidfd, world.reap, rank)
+        except ConnectionError:
+            pass  # the spare died since it said hello: its pidfd tells, and the incident takes its course
         finally:
             os.close(stdout_fd)
             os.close(stderr_fd)

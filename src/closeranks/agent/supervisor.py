@@ -193,7 +193,9 @@ class Supervisor:
         self.watch.end(world)
         world.kill()
         left = await world.wait_dead(_DEAD_TIMEOUT_S)
-        strays = await self._strays.kill(self.slots.pids() | {self.pump.pid or 0} | {rank.pid for rank in left})
+        strays = await self._strays.kill(
+            self.slots.pids() | {self.pump.pid or 0} | {rank.pid for rank in left}
+        )
         stuck = [rank.pid for rank in left] + strays
         if stuck:
             self.notice(

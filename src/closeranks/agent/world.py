@@ -91,6 +91,9 @@ class World:
             )
             for number, spare in enumerate(spares)
         ]
+        loop = asyncio.get_running_loop()
+        for rank in self.ranks:
+            loop.add_reader(rank.pidfd, self.reap, rank)
 
     def go(self, rank: Rank, order: dict[str, Any], stdout_fd: int, stderr_fd: int) -> None:
         """Tell one spare to become this rank. Raises OSError if it died meanwhile.
@@ -102,10 +105,8 @@ class World:
             file.flush()
             fds = (stdout_fd, stderr_fd, self._pages_fd, rank.stacks_fd, file.fileno())
             wire.send(rank.socket, {"type": "go"}, fds)
-        loop = asyncio.get_running_loop()
-        loop.add_reader(rank.pidfd, self.reap, rank)
         rank.socket.setblocking(False)
-        loop.add_reader(rank.socket, self._hear, rank)
+        asyncio.get_running_loop().add_reader(rank.socket, self._hear, rank)
 
     def page(self, rank: Rank, *, rings: bool = True) -> Page | None:
         """What the rank last wrote about itself; still there when the rank is dead."""

@@ -63,7 +63,6 @@ MAX_WAITING_BYTES = 64 * 1024 * 1024
 GAP_KIND = "journal_gap"  # data: {"dropped": n}; the writer adds it where records had to be dropped
 
 _BATCH_RECORDS = 1000
-_FLOOD_RECORDS = 100
 _IDLE_S = 0.25
 _STALL_TOLD_S = 1.0
 _RETRY_FIRST_S = 0.25
@@ -205,6 +204,14 @@ class Journal:
                 return f"{path} can't be made durable ({self._upkeep_failing}): a power loss may cost records"
             return None
 
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until nothing is waiting; False where that takes longer.
+
+        For who writes in bulk: appends that don't wait for a slow disk would be dropped at the bound.
+        """
+        with self._lock:
+            return self._done.wait_for(lambda: self.backlog == 0, timeout_s)
+
     def close(self, timeout_s: float = 5.0) -> None:
         """Write what waits, and end. On a bad disk: one last try, for at most ``timeout_s`` seconds."""
         with self._lock:
@@ -281,9 +288,7 @@ class Journal:
         with self._lock:
             self._in_flight = []
             self._failing = None
-            # Appends wait again when all is written; or earlier, where they come faster than the disk takes
-            # them: without that brake they would fill the memory and be dropped.
-            if not self._queue or len(self._queue) >= _FLOOD_RECORDS:
+            if not self._queue:
                 self._stalled_at_s = None
             if batch:
                 self._held_bytes -= sum(row.size_bytes for row in batch)

@@ -209,7 +209,7 @@ def _over_bound(state: HangState, scene: Scene, sample: RankSample) -> bool:
     quiet_s = scene.quiet_s(sample.rank)
     if quiet_s < state.config.suspect_floor_s:
         return False
-    return quiet_s > suspect_bound_s(state.config, state.p99_s, state.longest_s, sample.page.phase_name)
+    return quiet_s > suspect_bound_s(state.config, state.p99_s, state.longest_s, sample.page)
 
 
 def _told(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from closeranks.config import HangConfig
-from closeranks.progress import Page
+from closeranks.progress import Page, Phase
 
 __all__ = ["floor_bound_s", "new_intervals_s", "p99_s", "remember_pause", "suspect_bound_s"]
 
@@ -14,6 +14,7 @@ WINDOW = 512  # step intervals kept per rank
 MIN_STEPS = 3
 _MAX_PHASES = 32  # user phases have free names; more of them than this aren't learned
 _PAUSE_FACTOR = 1.5
+_STEPLESS = frozenset({Phase.WAITING, Phase.START, Phase.INIT, Phase.EXIT})
 
 
 def new_intervals_s(
@@ -57,12 +58,15 @@ def floor_bound_s(config: HangConfig, p99: float | None) -> float:
 
 
 def suspect_bound_s(
-    config: HangConfig, p99: float | None, longest_s: tuple[tuple[str, float], ...], phase: str
+    config: HangConfig, p99: float | None, longest_s: tuple[tuple[str, float], ...], page: Page
 ) -> float:
-    """How long silence in ``phase`` may last before it is suspect; ``p99`` None: nothing is learned yet."""
-    if p99 is None:
-        return max(config.startup_suspect_s, config.suspect_floor_s)
-    return max(floor_bound_s(config, p99), _PAUSE_FACTOR * dict(longest_s).get(phase, 0.0))
+    """How long silence in the page's phase may last before it is suspect.
+
+    Step times say nothing before they are known (``p99`` None), nor in phases that steps aren't made in.
+    """
+    if p99 is None or page.phase in _STEPLESS:
+        return max(config.startup_suspect_s, floor_bound_s(config, p99))
+    return max(floor_bound_s(config, p99), _PAUSE_FACTOR * dict(longest_s).get(page.phase_name, 0.0))
 
 
 def remember_pause(

@@ -211,7 +211,7 @@ def hang_timeout(scene: Scene) -> Candidate | None:
         return None
     if len(quiet) < len(paged):
         # Some still move: then one of the silent must be waited for by another of them.
-        outside = [rank for rank in quiet if not scene.samples[rank].in_collective]
+        outside = [rank for rank in quiet if waiting_ops(scene.samples[rank]) is None]
         if not outside or len(outside) == len(quiet):
             return None
     ranks = who_holds_up(scene, quiet, limit_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from closeranks.policy.hang_graph import waiting_ops
 from closeranks.policy.hang_model import RankSample, Scene
 from closeranks.policy.waits import Wait
 
@@ -27,10 +28,14 @@ def choose(ranks: Sequence[object], one: str, many: str) -> str:
 
 def others_wait(scene: Scene, ranks: Sequence[int], what_for: str) -> str:
     """ " while 3 ranks wait ..."; "" if nobody else is in a collective."""
-    waiting = [s.rank for s in scene.living if s.in_collective and s.rank not in ranks]
+    waiting = [s.rank for s in scene.living if s.rank not in ranks and _waits(s)]
     if not waiting:
         return ""
     return f" while {len(waiting)} rank{choose(waiting, ' waits', 's wait')} {what_for}"
+
+
+def _waits(sample: RankSample) -> bool:
+    return waiting_ops(sample) is not None
 
 
 def who_holds_up(scene: Scene, quiet: Iterable[int], bound_s: float) -> tuple[int, ...]:
@@ -39,9 +44,9 @@ def who_holds_up(scene: Scene, quiet: Iterable[int], bound_s: float) -> tuple[in
     outside = [
         s.rank
         for s in living
-        if s.page is not None and not s.in_collective and scene.quiet_s(s.rank) >= bound_s / 2
+        if s.page is not None and not _waits(s) and scene.quiet_s(s.rank) >= bound_s / 2
     ]
-    if outside and any(s.in_collective for s in living):
+    if outside and any(_waits(s) for s in living):
         return tuple(sorted(outside))
     return tuple(sorted(quiet))
 
@@ -69,7 +74,7 @@ def suspicion_text(scene: Scene, ranks: tuple[int, ...]) -> str:
     samples = [scene.samples[rank] for rank in ranks]
     text = f"{describe_ranks(ranks)} {choose(ranks, 'has', 'have')} given no sign of life for {quiet_s:.1f} s"
     facts = []
-    if all(sample.in_collective for sample in samples):
+    if all(_waits(sample) for sample in samples):
         facts.append("in a collective" if len(ranks) == 1 else "all in a collective")
     elif len(ranks) == 1 and samples[0].page is not None:
         facts.append(f"phase {samples[0].page.phase_name}")

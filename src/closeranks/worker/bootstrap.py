@@ -26,6 +26,7 @@ from typing import Any
 
 from closeranks import linux, wire
 from closeranks.progress import PAGE_BYTES, Phase
+from closeranks.worker import teardown
 from closeranks.worker.control import Control
 
 __all__ = ["Order", "exec_command", "ignore_user_signals", "out_of_the_way", "run", "wait_for_order"]
@@ -315,6 +316,13 @@ def exec_command(order: Order) -> None:
         sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
+def _leave(writer: Any, rank_pid: int) -> None:
+    """The script is over; the interpreter's own end follows. Not for children that the script forked."""
+    if os.getpid() == rank_pid:
+        writer.set_phase(Phase.EXIT)
+        teardown.let_workers_finish()
+
+
 def run(order: Order) -> None:
     """Become the rank: run the script to its end. Leaves by SystemExit, like the interpreter would."""
     message = order.message
@@ -336,6 +344,7 @@ def run(order: Order) -> None:
             # The agent's path is from the start of the job; the current directory may be gone since.
             _run_script(entry.get("path") or os.path.abspath(entry["target"]))  # noqa: PTH100
     except SystemExit:
+        _leave(writer, rank_pid)
         raise
     except BaseException as error:  # as the interpreter's own top level: everything ends here, shown once
         shown_from = _script_traceback(error)
@@ -346,7 +355,6 @@ def run(order: Order) -> None:
         finally:
             if os.getpid() == rank_pid:  # a child that the script forked ends here too
                 _report(control, writer, error, shown_from, raised_ns)
-                writer.set_phase(Phase.EXIT)
+            _leave(writer, rank_pid)
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
-    if os.getpid() == rank_pid:
-        writer.set_phase(Phase.EXIT)
+    _leave(writer, rank_pid)

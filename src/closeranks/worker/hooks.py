@@ -22,6 +22,7 @@ from closeranks.worker.faults import FaultInjector
 from closeranks.worker.hooks_evidence import start_evidence_thread, starter
 from closeranks.worker.hooks_state import STATE, ControlLine
 from closeranks.worker.page import PageWriter
+from closeranks.worker.teardown import wrap_destroy
 
 __all__ = ["install", "prepare", "start_evidence_thread"]
 
@@ -37,6 +38,7 @@ def prepare() -> None:
     patches = [
         *hooks_collectives.collective_wrappers(),
         *hooks_training.function_patches(),
+        ("destroy_process_group", c10d.destroy_process_group, wrap_destroy(c10d.destroy_process_group)),
     ]
     _replace(patches)
     for owner, name, wrapper in hooks_training.class_patches():
