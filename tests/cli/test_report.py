@@ -291,6 +291,7 @@ def test_a_large_journal_takes_seconds(runs: Path, capsys: pytest.CaptureFixture
         fill(journal, finished=False)
         for n in range(20_000):
             add(journal, 101 + n, "progress", generation=1, step=6 + n, checkpoints=1, checkpoint_step=n)
+            assert n % 5000 or journal.flush(60)
     started = time.monotonic()
     assert main(["report"]) == 0
     assert time.monotonic() - started < 60

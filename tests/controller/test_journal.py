@@ -510,6 +510,7 @@ n = 0
 deadline = time.monotonic() + 60
 while journal.problem is None and time.monotonic() < deadline:
     journal.append("tick", {"n": n}, wall_ns=n, mono_ns=n)
+    journal.flush(0.1)
     n += 1
 print(journal.problem)
 for n in range(n, n + 200):

@@ -259,7 +259,7 @@ def changed(position: int, **to: object) -> Callable[[list[Op]], list[Op]]:
 
 
 def mismatches(job: Job) -> Iterator[tuple[str, Evidence]]:
-    """What the agent may come to see of one mismatch: the check's finding, a hang, an abort on either side."""
+    """What the agent may see of one mismatch: a finding, a hang, timeouts, an abort on either side."""
     yield "caught", job.evidence("desync", {})
     yield "hang", job.evidence("deadlock", {})
     innocent = next(r.number for r in job.ranks if r.number != job.culprit)

@@ -112,7 +112,7 @@ def test_a_failed_run_says_why(timeline: Timeline) -> None:
     text = render(timeline.fold(), width=80, colour=False)
     assert text.splitlines()[1].endswith("failed, exit code 1")
     assert "  ModuleNotFoundError at start-up on every rank: fix it\n" in text
-    assert re.search(r"1  12:26:57 +0-3  exception ", text)
+    assert re.search(r"1  12:26:57 +0-3  unknown: exception ", text)
     assert "no verdict was recorded" in text
 
 

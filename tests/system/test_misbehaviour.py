@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Finished, eventually
+from conftest import Finished, Launcher, eventually
 
-from system.rig import SOON_S, Job, is_alive, script
+from system.rig import SOON_S, Job, is_alive, no_torch, script
 
 Run = Callable[..., tuple[Finished, Job]]
 
@@ -167,9 +169,9 @@ def test_a_child_that_exits_otherwise_is_not_the_rank(run: Run, tmp_path: Path) 
             pid = os.fork()
             if pid == 0:
                 if step == 1:
-                    sys.exit(5)
+                    os._exit(5)
                 if step == 2:
-                    raise ValueError("in the child")
+                    os.execvp("false", ["false"])
                 os.kill(os.getpid(), 11)
             assert os.waitpid(pid, 0)[1] != 0
 
@@ -270,16 +272,24 @@ def test_a_flood(run: Run, tmp_path: Path, size_bytes: int) -> None:
         assert file.read() == b"done\n"
 
 
-def test_nobody_reads_the_console(start: Callable[..., Job], tmp_path: Path) -> None:
-    """``closeranks run | less``: a reader that waits stalls no rank, and the files get everything."""
+@pytest.mark.parametrize("reader", ["waits", "leaves"])
+def test_nobody_reads_the_console(launcher: Launcher, tmp_path: Path, reader: str) -> None:
+    """``closeranks run | less``, or ``| head -1``: no rank waits or dies for it, and the files get everything."""
     path = script(tmp_path, FLOOD)
-    read, write = os.pipe()
-    job = start("--nproc-per-node", 2, path, 20_000_000)
-    os.close(write)
-    os.close(read)
-    done = job.running.wait(60)
-    assert done.returncode == 0, done.stderr
-    assert (job.run_dir / "logs/0/0.out").stat().st_size == 20_000_000 + 5
+    command = [sys.executable, "-m", "closeranks", "run", "--log-dir", tmp_path / "runs", "--nproc-per-node", "2"]
+    process = subprocess.Popen(
+        [*command, path, "20000000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=launcher.environment(no_torch(tmp_path)),
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    if reader == "leaves":
+        process.stdout.close()
+    assert process.wait(90) == 0
+    process.stdout.close()
+    assert (tmp_path / "runs/latest/logs/0/0.out").stat().st_size == 20_000_000 + 5
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
@@ -293,7 +303,7 @@ def test_a_full_disk(run: Run, tmp_path: Path) -> None:
         done, job = run("--nproc-per-node", 2, path, 8_000_000)
         assert done.returncode == 0, done.stderr
         assert "logs can't be written (No space left on device)" in done.stderr
-        assert done.by_rank[0].count("x" * 99) == 80_000, "the console has all of it"
+        assert done.stdout.count("x" * 99) == 80_000, "the console has all of it"
     finally:
         os.system(f"umount '{small}'")
 

@@ -267,7 +267,9 @@ def test_install_twice_wraps_once(tmp_path):
         hooks.install(STATE.writer, STATE.control)
         assert dist.all_reduce is before
         dist.all_reduce(torch.ones(1))
-        return len(torch.optim.optimizer._global_optimizer_post_hooks)
+        from torch.optim.optimizer import _global_optimizer_post_hooks
+
+        return len(_global_optimizer_post_hooks)
 
     with Ranks(body, 1, tmp_path) as ranks:
         assert ranks.results() == [1]
@@ -423,7 +425,7 @@ def test_a_mismatch_is_flagged_before_harm(tmp_path, fault, culprit):
         assert culprit in (rank, message["neighbour"])
         assert message["seq"] == 2 * at + 1
         assert pages[rank].desync_rank == message["neighbour"] and pages[rank].desync_seq == message["seq"]
-    assert all(page.step == at for page in pages)
+    assert pages[culprit].step == at and all(page.step <= at for page in pages)
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
@@ -532,9 +534,6 @@ def one_rank_never_steps(rank):
 def uneven_all_to_all(rank):
     sizes = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
     for _ in range(20):
-        inputs = [torch.ones(n) for n in sizes[rank]]
-        outputs = [torch.zeros(sizes[peer][rank]) for peer in range(3)]
-        dist.all_to_all(outputs, inputs)
         dist.all_to_all_single(
             torch.zeros(sum(sizes[peer][rank] for peer in range(3))),
             torch.ones(sum(sizes[rank])),

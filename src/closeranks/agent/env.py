@@ -27,6 +27,7 @@ def base_environment(config: RunConfig, local_world_size: int, environ: Mapping[
     if local_world_size > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")
     environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    environment["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(config.signals_to_handle)
     # Counters and the last collectives of each group, read at suspicion. (ProcessGroup ring buffer, entries.)
     environment.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     # gloo finds its interface by resolving the host's name; on one machine no name server may matter.

@@ -84,8 +84,24 @@ def _private_dir(job_id: str) -> Path:
     raise ConfigError(f"no place for the ranks to meet: can't write to /dev/shm nor {tempfile.gettempdir()}")
 
 
+def _fill_standard_streams() -> None:
+    """Where the caller closed one (``closeranks run >&-``), /dev/null: else the next file opened would be it."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != fd:
+                os.dup2(opened, fd)
+                os.close(opened)
+            os.set_inheritable(fd, True)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)
+
+
 def launch(config: RunConfig) -> int:
     """Run the job to its end; returns the exit code of ``closeranks run``."""
+    _fill_standard_streams()
     world_size = resolve_world_size(config.nproc_per_node, config.python)
     from closeranks.controller.runs import create_run_dir
 

@@ -63,6 +63,8 @@ class Starter:
         owner = self._owner
         out = owner.log_path(world.generation, rank.rank, "out")
         err = owner.log_path(world.generation, rank.rank, "err")
+        with contextlib.suppress(OSError):  # a rank may write its error file there before it prints anything
+            out.parent.mkdir(parents=True, exist_ok=True)
         stdout_fd, stderr_fd = owner.pump.attach(
             world.generation, rank.rank, rank.rank, out, err, world_size=owner.world_size
         )

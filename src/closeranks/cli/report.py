@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from closeranks.errors import CloseranksError, JournalError
+from closeranks.errors import CloseranksError, JournalError, RunNotFound
 
 if TYPE_CHECKING:
     from closeranks.controller.journal import Record
@@ -43,11 +43,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead")
     parser.add_argument("--list", action="store_true", help="list the runs instead, newest first")
+    parser.add_argument("--incident", metavar="ID", help="show one incident's screen instead, such as 0001")
 
 
 def main(args: argparse.Namespace) -> int:
     """Exit code 0. Raises RunNotFound, JournalError or ConfigError, which end the command with 2."""
-    print(_list(args) if args.list else _report(args))
+    print(_list(args) if args.list else _incident(args) if args.incident else _report(args))
     return 0
 
 
@@ -67,6 +68,30 @@ def _report(args: argparse.Namespace) -> str:
         ascii_only=not _can_draw(encoding),
     )
     return _printable(text.rstrip("\n"), encoding)
+
+
+def _incident(args: argparse.Namespace) -> str:
+    """One incident, diagnosed again from the evidence that was kept."""
+    from closeranks.controller.runs import find_run
+    from closeranks.diagnose import diagnose
+    from closeranks.diagnose.codec import public_verdict
+    from closeranks.diagnose.load import load_incident
+    from closeranks.diagnose.screen import render, to_ascii
+
+    incidents = find_run(args.run, args.runs_dir) / "incidents"
+    known = sorted(path.name for path in incidents.iterdir()) if incidents.is_dir() else []
+    if args.incident not in known:
+        listed = ", ".join(known) or "none"
+        raise RunNotFound(f"no incident {args.incident!r} in {incidents}; there are: {listed}")
+    evidence = load_incident(incidents / args.incident)
+    verdict = diagnose(evidence)
+    if args.json:
+        return json.dumps(public_verdict(verdict), indent=2)
+    encoding = sys.stdout.encoding or "ascii"
+    width = shutil.get_terminal_size((100, 24)).columns
+    hint = str(incidents / args.incident)
+    text = render(evidence, verdict, width=width, colour=_wants_colour(), run_hint=hint)
+    return (text if _can_draw(encoding) else to_ascii(text)).rstrip("\n")
 
 
 def _summary(run: Path) -> RunSummary:

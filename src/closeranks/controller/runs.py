@@ -52,7 +52,7 @@ def create_run_dir(runs_dir: Path | str, job_name: str | None) -> Path:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(
             f"can't make a run directory under {runs}: {why}. Name a place that can be written with "
-            "--runs-dir DIR; a run keeps its journal, logs and evidence there."
+            "--log-dir DIR; a run keeps its journal, logs and evidence there."
         ) from error
     _point_latest(runs, run.name)
     return run

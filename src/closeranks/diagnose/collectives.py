@@ -9,7 +9,7 @@ where no hook sees them. Such a silence is compared like a record, and judged by
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -69,7 +69,7 @@ class _Scan:
     fallen: Fallen
     offsets: dict[int, int] = field(default_factory=dict)  # steps that a rank is ahead by habit
     judged: int = 0
-    meetings: dict[tuple[int, _Site, bool], set[_Site]] | None = None
+    meetings: dict[tuple[int, int, _Site], set[_Site]] | None = None
     histories: dict[int, History] = field(default_factory=dict)
 
     def history(self, rank: int) -> History:
@@ -89,18 +89,21 @@ class _Scan:
         if self.meetings is None:
             self.meetings = {}
             for seq in set().union(*self.rings.values()):
-                records = [(rank, ring[seq]) for rank, ring in self.rings.items() if seq in ring]
-                lowest = _site(records[0][1])
-                for rank, record in records[1:]:
-                    self.meetings.setdefault((rank, _site(record), False), set()).add(lowest)
-                    self.meetings.setdefault((rank, lowest, True), set()).add(_site(record))
-        shown = [(rank, record) for rank, record in present.items() if record is not None]
-        lowest = _site(shown[0][1])
-        return all(
-            len(self.meetings.get((rank, _site(record), False), ())) <= 1
-            and len(self.meetings.get((rank, lowest, True), ())) <= 1
-            for rank, record in shown[1:]
-        )
+                for key, other in self._pairs(
+                    {r: ring[seq] for r, ring in self.rings.items() if seq in ring}
+                ):
+                    self.meetings.setdefault(key, set()).add(other)
+        shown = {rank: record for rank, record in present.items() if record is not None}
+        return all(self.meetings.get(key, {other}) == {other} for key, other in self._pairs(shown))
+
+    @staticmethod
+    def _pairs(records: Mapping[int, Collective]) -> Iterator[tuple[tuple[int, int, _Site], _Site]]:
+        """Which line of the second rank a line of the first rank meets: the lowest rank with each other."""
+        lowest = min(records)
+        for rank, record in records.items():
+            if rank != lowest:
+                yield (lowest, rank, _site(records[lowest])), _site(record)
+                yield (rank, lowest, _site(record)), _site(records[lowest])
 
 
 def _site(record: Collective) -> _Site:
@@ -249,7 +252,7 @@ def _decide(scan: _Scan, seq: int, present: Mapping[int, Collective | None], har
     proved = hard or _is_proved(scan, seq, present)
     deviants = [r for r in present if judgements[r].conduct.deviates]
     if not proved:
-        deviants = [r for r in deviants if judgements[r].firm and _objects(scan, judgements[r], present)]
+        deviants = _sure_deviants(scan, judgements, present)
     by_past = deviants if len(deviants) < len(present) else []
     largest = max(sides.values(), key=len)
     majority = len(present) >= 3 and 2 * len(largest) > len(present)
@@ -275,6 +278,17 @@ def _decide(scan: _Scan, seq: int, present: Mapping[int, Collective | None], har
         majority=majority,
     )
     return Desync(to_finding(scan.view, clash, scan.fallen), hard or seq in scan.proved)
+
+
+def _sure_deviants(
+    scan: _Scan, judgements: Mapping[int, Judgement], present: Mapping[int, Collective | None]
+) -> list[int]:
+    """For a difference that may be harmless: the few whose past clearly objects to it, if all the others did
+    just what they always do."""
+    sure = [r for r in present if judgements[r].firm and judgements[r].conduct.deviates]
+    sure = [r for r in sure if _objects(scan, judgements[r], present)]
+    rest = [judgements[r].conduct for r in present if r not in sure]
+    return sure if 2 * len(sure) <= len(present) and set(rest) == {Conduct.AS_BEFORE} else []
 
 
 def _objects(scan: _Scan, judgement: Judgement, present: Mapping[int, Collective | None]) -> bool:

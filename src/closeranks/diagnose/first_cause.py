@@ -69,20 +69,24 @@ def _decide(view: View) -> Finding:
     cause = find_hang_cause(view, fallen)
     if suspect:
         return _only_a_suspicion(view, cause)
-    if cause is not None and (_stands_still(view, fallen) or set(cause.ranks) & _finished(fallen)):
+    if cause is not None and _may_conclude(view, fallen, cause):
         return cause
     if view.evidence.trigger.kind == "init_stall":
         return _init_stall(view)
     return _unknown(view, fallen)
 
 
-def _stands_still(view: View, fallen: Fallen) -> bool:
-    """Whether anybody claims that nothing moves: one look at ranks that wait doesn't show it."""
-    return view.evidence.trigger.kind in _STANDSTILLS or any(d.timeout for d in fallen.of(Role.VICTIM))
-
-
-def _finished(fallen: Fallen) -> set[int]:
-    return {death.rank for death in fallen.of(Role.FINISHED)}
+def _may_conclude(view: View, fallen: Fallen, cause: Finding) -> bool:
+    """Whether anything claims that nobody moves, or that ranks clash: ranks that wait look the same in
+    health."""
+    kind = view.evidence.trigger.kind
+    finished = {death.rank for death in fallen.of(Role.FINISHED)}
+    return (
+        kind in _STANDSTILLS
+        or (kind == "desync" and cause.leaf == "comm.desync")
+        or any(death.timeout for death in fallen.of(Role.VICTIM))
+        or bool(finished & set(cause.ranks))
+    )
 
 
 def _before(finding: Finding | None, other: Finding) -> bool:
@@ -231,9 +235,18 @@ def _unknown(view: View, fallen: Fallen) -> Finding:
             if not _healthy(fallen, view)
             else "nothing is wrong as far as can be seen"
         )
+    clash = next((p for p in view.pages.values() if p.desync_rank is not None), None)
+    if clash is not None and not victims:
+        summary = (
+            f"a worker saw another collective than its own at #{clash.desync_seq}, and its record is gone"
+        )
     idle = not victims and view.evidence.trigger.kind not in ("hang_timeout", "deadlock", "blocked", "desync")
     return Finding(
-        leaf="comm.timeout" if timed_out else "unknown",
+        leaf="comm.timeout"
+        if timed_out
+        else "comm.desync"
+        if clash is not None and not victims
+        else "unknown",
         kind="unknown",
         ranks=(),
         summary=summary,

@@ -124,7 +124,7 @@ _RULES: tuple[tuple[str, str, str], ...] = (
     (r"torch/distributed/rendezvous\.py$", r"", "waits for the other ranks to start"),
     (
         r"torch/distributed/distributed_c10d\.py$",
-        r"^_?(init_process|new_(process_)?)group",
+        r"^_?(init_process_|new_(process_)?)group",
         "sets up a process group",
     ),
     (r"torch/distributed/(distributed_c10d|_functional_collectives)\.py$", r"", "waits in a collective"),

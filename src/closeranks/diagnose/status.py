@@ -19,8 +19,8 @@ __all__ = [
     "collective_text",
     "error_text",
     "frame_text",
-    "short_collective",
     "is_stopped",
+    "short_collective",
     "stack_text",
     "status_text",
 ]

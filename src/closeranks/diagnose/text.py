@@ -16,8 +16,6 @@ _ESCAPES = re.compile(
     re.DOTALL,
 )
 _SPACES = re.compile(r"\s+")
-# Control, format (bidi overrides, zero width), surrogate, line and paragraph separators.
-_UNWANTED = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
 _ASCII = {
     "─": "-", "·": "-", "→": "->", "←": "<-", "…": "...", "≥": ">=", "≤": "<=", "“": '"', "”": '"',
     "\N{EN DASH}": "-", "\N{EM DASH}": "-", "\N{MULTIPLICATION SIGN}": "x",
@@ -28,9 +26,9 @@ _ASCII = {
 def clean(text: str, limit: int = 300) -> str:
     """One line without escape sequences, control or invisible characters, at most ``limit`` characters."""
     text = text[: limit * 8 + 4096]
-    if not text.isascii() or not text.isprintable():
+    if not text.isprintable():  # controls, bidi overrides, zero widths, surrogates, line separators
         text = _ESCAPES.sub("", text)
-        text = "".join(c if unicodedata.category(c) not in _UNWANTED else " " for c in text)
+        text = "".join(c if c.isprintable() else " " for c in text)
     return shorten(_SPACES.sub(" ", text).strip(), limit)
 
 

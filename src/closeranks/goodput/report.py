@@ -332,8 +332,16 @@ def _how_ended(generation: Generation, summary: RunSummary, page: _Page) -> str:
         return generation.outcome.value
     for incident in reversed(summary.incidents):
         if incident.id == generation.incident_id and incident.generation == generation.number:
-            return page.clean(incident.leaf or incident.trigger or "failed")
+            return _cause(incident, page)
     return generation.outcome.value
+
+
+def _cause(incident: Incident, page: _Page) -> str:
+    """The leaf; where that is unknown, at least what was seen."""
+    leaf, seen = page.clean(incident.leaf), page.clean(incident.kind or incident.trigger)
+    if leaf and leaf != "unknown":
+        return leaf
+    return f"unknown: {seen}" if seen and seen != "unknown" else "unknown"
 
 
 def _why(incident: Incident, page: _Page) -> str:
@@ -376,7 +384,7 @@ def _incidents(summary: RunSummary, page: _Page) -> list[str]:
     lines = _table(page, heads, [], widths)
     for number, incident in enumerate(shown, hidden + 1):
         times = [duration(_phase_s(incident, p)) for p in phases]
-        name = page.clean(incident.leaf or incident.trigger) or "unknown"
+        name = _cause(incident, page)
         cells = (
             str(number),
             _clock(incident.wall_ns, summary),
@@ -400,7 +408,7 @@ def _causes(summary: RunSummary, page: _Page) -> list[str]:
     down: Counter[str] = Counter()
     lost: Counter[str] = Counter()
     for incident in summary.incidents:
-        name = page.clean(incident.leaf or incident.trigger) or "unknown"
+        name = _cause(incident, page)
         count[name] += 1
         down[name] += round(incident.down_s * NS)
         lost[name] += round((incident.lost_work_s or 0) * NS)

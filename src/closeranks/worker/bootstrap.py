@@ -128,10 +128,13 @@ def _take_streams(order: Order) -> None:
 
 
 def _reseed() -> None:
-    """Give each rank its own entropy where a fresh interpreter would have it; torch's seed is constant.
+    """Give each rank its own entropy, as a fresh interpreter has it.
 
-    ``random`` reseeds itself after a fork, numpy's global generator doesn't.
+    ``random`` reseeds itself after a fork; torch's and numpy's global generators don't.
     """
+    torch_random = sys.modules.get("torch.random")
+    if torch_random is not None:
+        torch_random.default_generator.seed()
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()

@@ -34,8 +34,8 @@ from closeranks.worker.page import (
 
 __all__ = ["NeighbourCheck", "Site"]
 
-_LOCKSTEP_STEPS = 8  # with a step at every visit of the line, or at each but a few
-_LOCKSTEP_STEPS_SPARSE = 32  # with several steps between visits: then equal numbers may be chance
+_LOCKSTEP_STEPS = 8  # where the line is visited in each step
+_LOCKSTEP_STEPS_SPARSE = 32  # where it is visited every so many steps: equal numbers may be chance
 _PAIRED = 8
 _WAIT_FOR_KILL_S = 10.0
 _WAIT_SLICE_S = 0.01
@@ -57,36 +57,53 @@ _BYTES = {
 class Site:
     """A line of the script that issues collectives, and what was learned about it."""
 
-    __slots__ = ("file_key", "line", "line_bits", "mixed", "paired", "period", "run", "seq", "step")
+    __slots__ = (
+        "file_key", "line", "line_bits", "loose", "matches", "mixed", "paired", "period", "run", "seq", "step",
+    )  # fmt: skip
 
     def __init__(self, file_key: int, line: int) -> None:
         self.file_key = file_key
         self.line = line
         self.line_bits = line << 32
-        self.seq = 0  # of the last comparison that matched: two neighbours, or two looks, count once
-        self.step = 0  # at the last comparison that matched
-        self.period = 0  # steps between two of those that were not in the same step
+        self.step = 0  # at our last visit
+        self.period = 0  # steps between two visits that were not in the same step
         self.run = 0  # how often in a row it was that many
+        self.seq = 0  # of the last comparison that matched: two neighbours, or two looks, count once
+        self.matches = 0  # in how many of those steps the neighbour had made as many
         self.paired = 0  # how often the neighbour was at the same line
         self.mixed = False  # the neighbour has been at another line, too
+        self.loose = False  # the neighbour has used another dtype of the same size
 
-    def matched(self, seq: int, step: int) -> None:
-        """The neighbour was here too, after as many steps."""
-        if seq == self.seq:
-            return
-        self.seq = seq
-        self.paired += 1
+    def visited(self, step: int) -> None:
+        """We are here once more: at what pace?"""
         advance = step - self.step
         if advance:
             if advance == self.period:
                 self.run += 1
             else:
-                self.period, self.run = advance, 0
+                self.period, self.run, self.matches = advance, 0, 0
             self.step = step
+
+    def matched(self, seq: int) -> None:
+        """The neighbour was here too, after as many steps."""
+        if seq != self.seq:
+            self.seq = seq
+            self.paired += 1
+            self.matches += 1
 
     @property
     def in_lockstep(self) -> bool:
-        return self.run >= (_LOCKSTEP_STEPS if self.period == 1 else _LOCKSTEP_STEPS_SPARSE)
+        """Whether both ranks have kept one pace for long enough that the next step can be told.
+
+        Not every visit can be compared, but about every second one.
+        """
+        return self.run >= (_LOCKSTEP_STEPS if self.period == 1 else _LOCKSTEP_STEPS_SPARSE) and (
+            self.matches >= _LOCKSTEP_STEPS
+        )
+
+
+# What we have issued: sequence number, record, site, whether the step rule holds for it, and is proved for it.
+_Issued = tuple[int, Record, Site, bool, bool]
 
 
 class NeighbourCheck:
@@ -117,7 +134,7 @@ class NeighbourCheck:
             for partner in sorted(partners, key=lambda partner: (partner not in near, partner))
         )
         self._compared = [0] * size  # up to which of our positions, with each of them
-        self._last: tuple[int, Record, Site, bool] | None = None
+        self._last: _Issued | None = None
         self._places = places  # all sites of this process, by file key and line
         self._step_rule = True
         self._off = False
@@ -135,7 +152,10 @@ class NeighbourCheck:
         step = writer.step
         step_line = step | site.line_bits
         position = writer.world_position()
-        ours = seq, (kind, numel, step_line, site.file_key), site, main_thread
+        # Another thread's collectives have no place in the main thread's steps.
+        stepping = self._step_rule and main_thread
+        armed = stepping and site.in_lockstep
+        ours = seq, (kind, numel, step_line, site.file_key), site, stepping, armed
         for partner, position_at, place_at, ring, near in self._partners:
             theirs = u32[position_at]
             if theirs == position:
@@ -147,8 +167,7 @@ class NeighbourCheck:
                     and words[slot] == seq
                 ):
                     compared[partner] = position
-                    if main_thread and seq != site.seq:
-                        site.matched(seq, step)
+                    site.matched(seq)
                     continue
             elif theirs < position and (
                 not near or last is None or theirs != position - 1 or compared[partner] == theirs
@@ -156,28 +175,24 @@ class NeighbourCheck:
                 continue  # not there yet, and known up to where it is
             self._compare(partner, theirs, position, ours)
         self._last = ours
+        if stepping:
+            site.visited(step)
 
-    def _compare(
-        self, partner: int, theirs: int, position: int, ours: tuple[int, Record, Site, bool]
-    ) -> None:
+    def _compare(self, partner: int, theirs: int, position: int, ours: _Issued) -> None:
         """The long way: records that differ, that lie further back, or the ones before these."""
         if theirs < position:
             assert self._last is not None
             position, ours = position - 1, self._last
-        seq, mine, site, main_thread = ours
-        record = self._writer.record_of(partner, position, seq)
+        record = self._writer.record_of(partner, position, ours[0])
         if record is not None:
             self._compared[partner] = position
-            self._judge(partner, seq, mine, site, record, main_thread)
+            self._judge(partner, record, ours)
 
-    def _judge(
-        self, neighbour: int, seq: int, mine: Record, site: Site, theirs: Record, main_thread: bool
-    ) -> None:
+    def _judge(self, neighbour: int, theirs: Record, ours: _Issued) -> None:
+        seq, mine, site, _, _ = ours
         if mine == theirs:
-            if main_thread:
-                site.matched(seq, mine[2] & _U32)
-            return
-        if self._differs(mine, theirs, site) or (main_thread and self._out_of_step(seq, mine, theirs, site)):
+            site.matched(seq)
+        elif self._differs(mine, theirs, site) or self._out_of_step(theirs, ours):
             self._desync(neighbour, seq)
 
     def _differs(self, mine: Record, theirs: Record, site: Site) -> bool:
@@ -190,27 +205,26 @@ class NeighbourCheck:
             return False
         if mine[1] != theirs[1]:
             return True
-        # A broadcast only moves bytes: another dtype of the same size may be a script's habit.
-        return dtype != their_dtype and (
-            op != _BROADCAST
-            or _BYTES.get(DTYPES[dtype]) != _BYTES.get(DTYPES[their_dtype])
-            or site.paired >= _PAIRED
-        )
-
-    def _out_of_step(self, seq: int, mine: Record, theirs: Record, site: Site) -> bool:
-        """The same collective as far as it shows; but is it the same step, and the same line?"""
-        step, line = mine[2] & _U32, mine[2] >> 32
-        their_step, their_line = theirs[2] & _U32, theirs[2] >> 32
-        if (line, mine[3]) != (their_line, theirs[3]):
-            return self._crossed(mine, theirs, site)
-        if step == their_step:
-            site.matched(seq, step)
+        if dtype == their_dtype:
             return False
-        if not self._step_rule:
-            return False
-        if site.in_lockstep:
+        if op != _BROADCAST or _BYTES.get(DTYPES[dtype]) != _BYTES.get(DTYPES[their_dtype]):
             return True
-        self._step_rule = False
+        # A broadcast only moves bytes: another dtype of the same size may be a script's habit.
+        broke = site.paired >= _PAIRED and not site.loose
+        site.loose = True
+        return broke
+
+    def _out_of_step(self, theirs: Record, ours: _Issued) -> bool:
+        """The same collective as far as it shows; but is it the same step, and the same line?"""
+        seq, mine, site, stepping, armed = ours
+        if (mine[2] >> 32, mine[3]) != (theirs[2] >> 32, theirs[3]):
+            return self._crossed(mine, theirs, site)
+        if mine[2] == theirs[2]:
+            site.matched(seq)
+        elif armed:
+            return True
+        elif stepping:
+            self._step_rule = False
         return False
 
     def _crossed(self, mine: Record, theirs: Record, site: Site) -> bool:

@@ -107,9 +107,11 @@ class Groups:
     def world_seq(self) -> int:
         """How many collectives the default group has issued, from Python and C++; 0 without one."""
         default: Any = c10d._world.default_pg
-        state = self._world
-        if default is None or state is None or state.group() is not default:
+        if default is None:
             return 0
+        state = self._world
+        if state is None or state.group() is not default:
+            state = self._world = self._make_world(default)
         try:
             count: int = default._get_sequence_number_for_group() - state.offset
         except RuntimeError:
