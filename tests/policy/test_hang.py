@@ -217,6 +217,8 @@ def test_a_clock_that_jumps_adds_nothing(observed_s: float):
     for _ in range(1000):
         job.look(observed_s)
     assert job.findings == []
+    job.ranks[1].go(Wait.STOPPED)
+    assert job.acted_on(job.now_s, FLOOR_S + 0.3).trigger.kind == "stopped"
 
 
 def test_a_page_with_a_jump_of_the_clock_is_not_learned_from():
@@ -501,6 +503,16 @@ def test_p1_stopped(size: int, culprit: int):
     assert found.trigger.detail.endswith(f"while {waits} for it")
 
 
+def test_p1_only_once_the_others_stand_still():
+    job = trained(4)
+    job.ranks[1].go(Wait.STOPPED)
+    job.each_look = job.ranks[0].tick
+    job.run(10)
+    assert_never_acted(job)
+    job.each_look = None
+    assert job.acted_on(job.now_s, 0.3).trigger.ranks == (1,)
+
+
 def test_p1_before_anything_is_learned():
     job = Job(2)
     job.start()
@@ -610,6 +622,7 @@ def test_p3_desync_by_operation(size: int, culprit: int):
     found = job.acted_on(since, FLOOR_S + 0.5)
     assert found.trigger.kind == "desync"
     assert found.trigger.ranks == ((0, 1) if size == 2 else (culprit,))
+    assert job.now_s - since >= FLOOR_S
 
 
 @pytest.mark.parametrize("change", [{"numel": 9}, {"dtype": "float64"}])
@@ -817,6 +830,16 @@ def test_p7_for_one_rank_that_others_wait_for_while_a_third_moves():
     job.each_look = job.ranks[3].tick
     found = job.acted_on(since, 20.3)
     assert (found.trigger.kind, found.trigger.ranks) == ("hang_timeout", (1,))
+
+
+def test_p7_not_for_that_rank_under_a_debugger():
+    job = trained(4, config=HangConfig(hang_timeout_s=20))
+    job.all_enter(but=(1, 3))
+    job.ranks[1].go(Wait.TIMED)
+    job.ranks[1].tracer = 9
+    job.each_look = job.ranks[3].tick
+    job.run(60)
+    assert_never_acted(job)
 
 
 def test_p7_not_for_a_silent_rank_that_nobody_waits_for():

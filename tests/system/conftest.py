@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Finished, Running
 
-from system.rig import Job, no_torch
+from conftest import Finished, Running, eventually
+from system.rig import GONE_S, Job, Run, Start, no_torch
 
 
 @pytest.fixture
@@ -18,19 +18,30 @@ def runs(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(start_closeranks: Callable[..., Running], tmp_path: Path, runs: Path) -> Callable[..., Job]:
-    """``start(*arguments, torch=False, env={}, stdin="", cwd=None) -> Job``: ``closeranks run`` with them."""
+def start(start_closeranks: Callable[..., Running], tmp_path: Path, runs: Path) -> Iterator[Start]:
+    """``start(*arguments, torch=False, env={}, stdin="", cwd=None) -> Job``: ``closeranks run`` with them.
 
-    def start(*arguments: object, torch: bool = False, env: dict[str, str] | None = None, **more: object) -> Job:
+    What still runs when the test ends is told by the death of its guard to end too.
+    """
+    started: list[Job] = []
+
+    def start(
+        *arguments: object, torch: bool = False, env: dict[str, str] | None = None, **more: object
+    ) -> Job:
         environment = {**({} if torch else no_torch(tmp_path)), **(env or {})}
         running = start_closeranks("run", "--log-dir", runs, *map(str, arguments), env=environment, **more)
-        return Job(running, runs)
+        started.append(Job(running, runs))
+        return started[-1]
 
-    return start
+    yield start
+    for job in started:
+        if job.running.process.poll() is None:
+            job.running.process.kill()
+            eventually(lambda job=job: not job.running.pids(), GONE_S)
 
 
 @pytest.fixture
-def run(start: Callable[..., Job]) -> Callable[..., tuple[Finished, Job]]:
+def run(start: Start) -> Run:
     """As ``start``, to its end: nothing may be left of it then."""
 
     def run(*arguments: object, timeout_s: float = 120.0, **more: object) -> tuple[Finished, Job]:

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import Running, eventually, marked_processes
+
+from conftest import Finished, Running, eventually, marked_processes
 
 SOON_S = 20.0  # for what takes milliseconds on a machine that isn't busy with other tests
 GONE_S = 5.0  # nothing may outlive a job; measured, it is well under a second
 
 
-def script(folder: Path, source: str, name: str = "train.py") -> Path:
-    """A script of that source, indented or not."""
+def script(folder: Path, *parts: str, name: str = "train.py") -> Path:
+    """A script made of these parts, each indented or not."""
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(textwrap.dedent(source))
+    path.write_text("".join(map(textwrap.dedent, parts)))
     return path
+
+
+def command(runs: Path, *arguments: object) -> list[str]:
+    """The command line of ``closeranks run``, for tests that start it in a way of their own."""
+    return [sys.executable, "-m", "closeranks", "run", "--log-dir", str(runs), *map(str, arguments)]
 
 
 def no_torch(folder: Path) -> dict[str, str]:
@@ -94,8 +102,8 @@ class Job:
 
     def ranks(self) -> dict[int, int]:
         """rank -> pid, of the ranks that live."""
-        named = {pid: comm(pid) for pid in children(self.agent)}
-        return {int(name[5:]): pid for pid, name in named.items() if name.startswith("rank ") and is_alive(pid)}
+        living = {pid: comm(pid) for pid in children(self.agent) if is_alive(pid)}
+        return {int(name[5:]): pid for pid, name in living.items() if name.startswith("rank ")}
 
     def _only(self, parent: int, name: str) -> int:
         pids = [pid for pid in children(parent) if comm(pid) == name]
@@ -120,6 +128,10 @@ class Job:
         """What the log of that rank holds; ``which`` is out or err."""
         path = self.run_dir / "logs" / str(generation) / f"{rank}.{which}"
         return path.read_text(errors="replace") if path.exists() else ""
+
+
+Start = Callable[..., Job]
+Run = Callable[..., tuple[Finished, Job]]
 
 
 def wait_for_ranks(job: Job, count: int) -> dict[int, int]:

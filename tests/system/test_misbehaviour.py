@@ -5,17 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Finished, Launcher, eventually
 
-from system.rig import SOON_S, Job, is_alive, no_torch, script
-
-Run = Callable[..., tuple[Finished, Job]]
+from conftest import Launcher, eventually
+from system.rig import SOON_S, Run, Start, command, is_alive, no_torch, script
 
 # A step of data-parallel training, as small as it gets; hooks, evidence thread and store are all at work.
 TRAIN = """
@@ -89,7 +85,7 @@ def test_a_script_that_goes_into_the_background_itself(run: Run, tmp_path: Path)
 @pytest.mark.torch
 def test_descriptors_closed_under_the_training(run: Run, tmp_path: Path) -> None:
     """Progress, evidence and restart go on; a file the script opens at a number of ours is its own."""
-    source = TRAIN + """
+    source = """
     os.closerange(3, 256)
     with open("/dev/null") as kept:
         train(5)
@@ -98,7 +94,7 @@ def test_descriptors_closed_under_the_training(run: Run, tmp_path: Path) -> None
     if os.environ["CLOSERANKS_GENERATION"] == "0" and os.environ["RANK"] == "0":
         os.kill(os.getpid(), 9)
     """
-    done, job = run("--nproc-per-node", 2, script(tmp_path, source), torch=True, cwd=tmp_path)
+    done, job = run("--nproc-per-node", 2, script(tmp_path, TRAIN, source), torch=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert job.text("out", 0, 1) == job.text("out", 1, 1) == "trained\n"
     assert (tmp_path / "out-1").read_text() == "buffered until the end"
@@ -107,14 +103,14 @@ def test_descriptors_closed_under_the_training(run: Run, tmp_path: Path) -> None
 
 @pytest.mark.torch
 def test_all_descriptors_closed_but_the_standard_ones(run: Run, tmp_path: Path) -> None:
-    """Our channel too: that rank can't be asked for evidence any more, and is trained and restarted all the same."""
-    source = TRAIN + """
+    """Our channel too: that rank can't be asked for evidence, and trains and restarts all the same."""
+    source = """
     os.closerange(3, 65536)
     train(5)
     if os.environ["CLOSERANKS_GENERATION"] == "0" and os.environ["RANK"] == "1":
         raise ValueError("after the training")
     """
-    done, job = run("--nproc-per-node", 2, script(tmp_path, source), torch=True)
+    done, job = run("--nproc-per-node", 2, script(tmp_path, TRAIN, source), torch=True)
     assert done.returncode == 0, done.stderr
     assert "ValueError: after the training" in job.text("err", 1, 0)
     assert job.text("out", 0, 1) == job.text("out", 1, 1) == "trained\n"
@@ -122,7 +118,7 @@ def test_all_descriptors_closed_but_the_standard_ones(run: Run, tmp_path: Path) 
 
 @pytest.mark.torch
 def test_another_directory_another_umask_and_handlers_of_its_own(run: Run, tmp_path: Path) -> None:
-    source = TRAIN + """
+    source = """
     import shutil, signal, tempfile
     mine = tempfile.mkdtemp()
     os.chdir(mine)
@@ -138,7 +134,7 @@ def test_another_directory_another_umask_and_handlers_of_its_own(run: Run, tmp_p
     if os.environ["CLOSERANKS_GENERATION"] == "0":
         raise ValueError
     """
-    done, job = run("--nproc-per-node", 2, "train.py", torch=True, cwd=script(tmp_path, source).parent)
+    done, job = run("--nproc-per-node", 2, "train.py", torch=True, cwd=script(tmp_path, TRAIN, source).parent)
     assert done.returncode == 0, done.stderr
     assert "my hook" in job.text("out", 0, 0) + job.text("out", 1, 0)
     assert job.text("out", 1, 1) == "trained\n"
@@ -163,7 +159,7 @@ def test_a_current_directory_that_is_gone_at_a_restart(run: Run, tmp_path: Path)
 
 @pytest.mark.torch
 def test_a_child_that_exits_otherwise_is_not_the_rank(run: Run, tmp_path: Path) -> None:
-    source = TRAIN + """
+    source = """
     def fork(step):
         if step in (1, 2, 3):
             pid = os.fork()
@@ -177,7 +173,7 @@ def test_a_child_that_exits_otherwise_is_not_the_rank(run: Run, tmp_path: Path) 
 
     train(5, fork)
     """
-    done, job = run("--nproc-per-node", 2, script(tmp_path, source), torch=True)
+    done, job = run("--nproc-per-node", 2, script(tmp_path, TRAIN, source), torch=True)
     assert done.returncode == 0, done.stderr
     assert "0 incidents" in done.stderr
     assert job.text("out", 0) == job.text("out", 1) == "trained\n"
@@ -274,11 +270,10 @@ def test_a_flood(run: Run, tmp_path: Path, size_bytes: int) -> None:
 
 @pytest.mark.parametrize("reader", ["waits", "leaves"])
 def test_nobody_reads_the_console(launcher: Launcher, tmp_path: Path, reader: str) -> None:
-    """``closeranks run | less``, or ``| head -1``: no rank waits or dies for it, and the files get everything."""
+    """``closeranks run | less``, or ``| head -1``: no rank waits or dies for it; the files get all."""
     path = script(tmp_path, FLOOD)
-    command = [sys.executable, "-m", "closeranks", "run", "--log-dir", tmp_path / "runs", "--nproc-per-node", "2"]
     process = subprocess.Popen(
-        [*command, path, "20000000"],
+        command(tmp_path / "runs", "--nproc-per-node", 2, path, 20_000_000),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env=launcher.environment(no_torch(tmp_path)),
@@ -300,7 +295,7 @@ def test_a_full_disk(run: Run, tmp_path: Path) -> None:
         pytest.skip("may not mount")
     try:
         path = script(tmp_path, FLOOD.replace("slowest < 1.0", "True"))
-        done, job = run("--nproc-per-node", 2, path, 8_000_000)
+        done, _ = run("--nproc-per-node", 2, path, 8_000_000)
         assert done.returncode == 0, done.stderr
         assert "logs can't be written (No space left on device)" in done.stderr
         assert done.stdout.count("x" * 99) == 80_000, "the console has all of it"
@@ -337,7 +332,7 @@ def test_a_long_path_for_temporary_files(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.torch
 def test_a_rank_that_stops_itself_is_found(run: Run, tmp_path: Path) -> None:
-    source = TRAIN + """
+    source = """
     import signal
 
     def stop(step):
@@ -347,7 +342,7 @@ def test_a_rank_that_stops_itself_is_found(run: Run, tmp_path: Path) -> None:
 
     train(30, stop)
     """
-    done, job = run("--nproc-per-node", 2, script(tmp_path, source), torch=True)
+    done, job = run("--nproc-per-node", 2, script(tmp_path, TRAIN, source), torch=True)
     assert done.returncode == 0, done.stderr
     assert job.text("out", 0, 1) == job.text("out", 1, 1) == "trained\n"
     assert "rank 1" in done.stderr
@@ -368,7 +363,7 @@ def test_a_crash_while_it_exits(run: Run, tmp_path: Path) -> None:
     assert "SIGSEGV" in done.stderr
 
 
-def test_processes_that_fork_without_end_are_stopped(start: Callable[..., Job], tmp_path: Path) -> None:
+def test_processes_that_fork_without_end_are_stopped(start: Start, tmp_path: Path) -> None:
     """Children that have children faster than one can look: the kill still gets all of them."""
     path = script(
         tmp_path,

@@ -1,17 +1,17 @@
 """What a script sees, and how it ends, is what the interpreter itself would make of it, byte for byte."""
 
+# ruff: noqa: E501 - scripts, not lines of ours
+
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Finished
 
-from system.rig import Job, no_torch, script
+from system.rig import Run, no_torch, script
 
 SCRIPTS = {
     # --- ends ---
@@ -103,10 +103,8 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize("source", [pytest.param(text, id=name) for name, text in SCRIPTS.items()])
-def test_as_the_interpreter_does(
-    source: str, run: Callable[..., tuple[Finished, Job]], tmp_path: Path
-) -> None:
-    path = script(tmp_path, source, "case.py")
+def test_as_the_interpreter_does(source: str, run: Run, tmp_path: Path) -> None:
+    path = script(tmp_path, source, name="case.py")
     plain = subprocess.run(
         [sys.executable, "-u", path, "a", "b c"],
         env={**os.environ, **no_torch(tmp_path)},
@@ -117,12 +115,14 @@ def test_as_the_interpreter_does(
     )
     done, job = run("--max-restarts", 0, path, "a", "b c")
     logs = job.run_dir / "logs" / "0"
-    written = [file.read_bytes() if (file := logs / f"0.{which}").exists() else b"" for which in ("out", "err")]
+    written = [
+        file.read_bytes() if (file := logs / f"0.{which}").exists() else b"" for which in ("out", "err")
+    ]
     assert written == [plain.stdout, plain.stderr]
     assert done.returncode == (plain.returncode if plain.returncode >= 0 else 128 - plain.returncode)
 
 
-def test_what_differs_on_purpose(run: Callable[..., tuple[Finished, Job]], tmp_path: Path) -> None:
+def test_what_differs_on_purpose(run: Run, tmp_path: Path) -> None:
     """faulthandler is on, as stacks are evidence; and each rank leads a session, as under torchrun."""
     path = script(
         tmp_path,

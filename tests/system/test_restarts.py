@@ -1,6 +1,6 @@
 """Kill after kill: each recovered, resumed where it was, and nothing piles up.
 
-The seed is printed; ``CLOSERANKS_TEST_SEED=N pytest tests/system/test_restarts.py`` makes the same kills again.
+The seed is printed; ``CLOSERANKS_TEST_SEED=N pytest tests/system/test_restarts.py`` makes the same kills.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Finished, eventually
 
-from system.rig import SOON_S, Job, children, comm, is_alive, open_files, script, wait_for_ranks
+from conftest import eventually
+from system.rig import SOON_S, Job, Run, Start, children, comm, is_alive, open_files, script, wait_for_ranks
 
 pytestmark = pytest.mark.torch
 
@@ -50,12 +49,13 @@ TRAIN = """
         optimizer.step()
         step += 1
         if rank == 0:
-            torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, "new.pt")
+            state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state, "new.pt")
             os.replace("new.pt", "state.pt")
+        dist.barrier()  # what anyone has printed is saved
         print("step", step, flush=True)
-        dist.barrier()
         time.sleep(0.005)
-    print("parameters", [value.hex() for value in torch.cat([p.flatten() for p in model.parameters()]).tolist()])
+    print("parameters", [value.hex() for p in model.parameters() for value in p.flatten().tolist()])
     dist.destroy_process_group()
 """
 
@@ -65,7 +65,9 @@ class Trace:
 
     def __init__(self, job: Job, generation: int, ranks: int) -> None:
         texts = [job.text("out", rank, generation) for rank in range(ranks)]
-        self.resumed = [int(found[1]) if (found := re.search(r"resumed (\d+)\n", text)) else None for text in texts]
+        self.resumed = [
+            int(found[1]) if (found := re.search(r"resumed (\d+)\n", text)) else None for text in texts
+        ]
         self.steps = [max((int(n) for n in re.findall(r"step (\d+)\n", text)), default=0) for text in texts]
 
 
@@ -121,11 +123,11 @@ def wait_for_step(job: Job, generation: int, ranks: int, newest: int) -> None:
     trace = Trace(job, generation, ranks)
     assert job.running.process.poll() is None, job.running.stderr[-3000:]
     assert len(set(trace.resumed)) == 1, f"generation {generation}: {trace.resumed}"
-    # Saved before it is printed, and printed before the others go on.
+    # Saved before it is printed; the next one may be saved and not yet printed.
     assert newest <= (trace.resumed[0] or 0) <= newest + 1, f"generation {generation} lost steps"
 
 
-def soak(start: Callable[..., Job], run: Callable[..., tuple[Finished, Job]], folder: Path, kills: int, ranks: int) -> None:
+def soak(start: Start, run: Run, folder: Path, kills: int, ranks: int) -> None:
     seed = int(os.environ.get("CLOSERANKS_TEST_SEED") or random.SystemRandom().randrange(10**6))
     print(f"CLOSERANKS_TEST_SEED={seed}")
     dice = random.Random(seed)
@@ -167,10 +169,10 @@ def zombies(agent: int) -> list[str]:
     return [comm(pid) for pid in children(agent) if not is_alive(pid)]
 
 
-def test_twenty_kills(start: Callable[..., Job], run: Callable[..., tuple[Finished, Job]], tmp_path: Path) -> None:
+def test_twenty_kills(start: Start, run: Run, tmp_path: Path) -> None:
     soak(start, run, tmp_path, kills=20, ranks=2)
 
 
 @pytest.mark.slow
-def test_two_hundred_kills(start: Callable[..., Job], run: Callable[..., tuple[Finished, Job]], tmp_path: Path) -> None:
+def test_two_hundred_kills(start: Start, run: Run, tmp_path: Path) -> None:
     soak(start, run, tmp_path, kills=200, ranks=2)

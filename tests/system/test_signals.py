@@ -1,21 +1,22 @@
-"""Signals to the launcher: passed on, waited for, and told in the exit code (docs/reference/exit-codes.md)."""
+"""Signals to the launcher: passed on, waited for, and told in the exit code."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from conftest import Launcher, eventually
+from system.rig import GONE_S, SOON_S, Job, Start, command, is_alive, script, wait_for_ranks
 
-from system.rig import GONE_S, SOON_S, Job, is_alive, script, wait_for_ranks
-
+SLOW_IMPORT = "import time\nprint('importing', flush=True)\ntime.sleep(600)"
 WAITS = """
     import os, time
     print("ready", os.environ["RANK"])
@@ -50,7 +51,7 @@ def ready(job: Job, ranks: int) -> Job:
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"])
-def test_a_signal_stops_the_ranks_and_is_the_exit_code(start: Callable[..., Job], tmp_path: Path, name: str) -> None:
+def test_a_signal_stops_the_ranks_and_is_the_exit_code(start: Start, tmp_path: Path, name: str) -> None:
     path = script(tmp_path, HANDLES)
     job = ready(start("--nproc-per-node", 2, path, name), 2)
     number = getattr(signal, name)
@@ -65,7 +66,7 @@ def test_a_signal_stops_the_ranks_and_is_the_exit_code(start: Callable[..., Job]
     job.assert_gone()
 
 
-def test_ranks_without_a_handler_die_of_the_signal(start: Callable[..., Job], tmp_path: Path) -> None:
+def test_ranks_without_a_handler_die_of_the_signal(start: Start, tmp_path: Path) -> None:
     job = ready(start("--nproc-per-node", 2, script(tmp_path, WAITS)), 2)
     os.kill(job.guard, signal.SIGTERM)
     done = job.running.wait(SOON_S)
@@ -74,7 +75,7 @@ def test_ranks_without_a_handler_die_of_the_signal(start: Callable[..., Job], tm
     job.assert_gone()
 
 
-def test_what_ignores_the_signal_is_killed_after_the_grace(start: Callable[..., Job], tmp_path: Path) -> None:
+def test_what_ignores_the_signal_is_killed_after_the_grace(start: Start, tmp_path: Path) -> None:
     path = script(tmp_path, STUBBORN)
     job = ready(start("--nproc-per-node", 2, "--shutdown-timeout", 1, path), 2)
     began = time.monotonic()
@@ -86,7 +87,7 @@ def test_what_ignores_the_signal_is_killed_after_the_grace(start: Callable[..., 
     job.assert_gone()
 
 
-def test_the_second_ctrl_c_doesnt_wait(start: Callable[..., Job], tmp_path: Path) -> None:
+def test_the_second_ctrl_c_doesnt_wait(start: Start, tmp_path: Path) -> None:
     job = ready(start("--nproc-per-node", 2, script(tmp_path, STUBBORN)), 2)
     os.kill(job.guard, signal.SIGINT)
     job.running.wait_for("told to stop")
@@ -99,7 +100,7 @@ def test_the_second_ctrl_c_doesnt_wait(start: Callable[..., Job], tmp_path: Path
     job.assert_gone()
 
 
-def test_a_stopped_rank_gets_the_signal_too(start: Callable[..., Job], tmp_path: Path) -> None:
+def test_a_stopped_rank_gets_the_signal_too(start: Start, tmp_path: Path) -> None:
     path = script(tmp_path, HANDLES)
     job = ready(start("--nproc-per-node", 2, "--hang-detection", "off", path, "SIGTERM"), 2)
     os.kill(job.ranks()[1], signal.SIGSTOP)
@@ -108,8 +109,8 @@ def test_a_stopped_rank_gets_the_signal_too(start: Callable[..., Job], tmp_path:
     assert "rank 1 got SIGTERM" in job.text("out", 1)
 
 
-def test_a_signal_during_the_imports_stops_at_once(start: Callable[..., Job], tmp_path: Path) -> None:
-    script(tmp_path, "import time\nprint('importing', flush=True)\ntime.sleep(600)", "no-torch/slow_import.py")
+def test_a_signal_during_the_imports_stops_at_once(start: Start, tmp_path: Path) -> None:
+    script(tmp_path, SLOW_IMPORT, name="no-torch/slow_import.py")
     job = start("--preload", "slow_import", script(tmp_path, WAITS))
     job.running.wait_for("importing")
     os.kill(job.guard, signal.SIGINT)
@@ -119,7 +120,7 @@ def test_a_signal_during_the_imports_stops_at_once(start: Callable[..., Job], tm
     job.assert_gone()
 
 
-def test_a_signal_at_the_very_start_is_not_lost(start: Callable[..., Job], tmp_path: Path) -> None:
+def test_a_signal_at_the_very_start_is_not_lost(start: Start, tmp_path: Path) -> None:
     """The agent takes signals a little later than the guard does."""
     for delay_s in (0.0, 0.05, 0.15):
         (tmp_path / "runs/latest").unlink(missing_ok=True)
@@ -137,7 +138,7 @@ def test_a_signal_at_the_very_start_is_not_lost(start: Callable[..., Job], tmp_p
 # --- SIGUSR1 and SIGUSR2 ----------------------------------------------------------------------------
 
 
-def test_sigusr1_goes_to_ranks_that_handle_it(start: Callable[..., Job], tmp_path: Path) -> None:
+def test_sigusr1_goes_to_ranks_that_handle_it(start: Start, tmp_path: Path) -> None:
     path = script(
         tmp_path,
         """
@@ -158,7 +159,7 @@ def test_sigusr1_goes_to_ranks_that_handle_it(start: Callable[..., Job], tmp_pat
     assert job.part("cr-zygote")
 
 
-def test_sigusr1_without_a_handler_is_ignored_and_said(start: Callable[..., Job], tmp_path: Path) -> None:
+def test_sigusr1_without_a_handler_is_ignored_and_said(start: Start, tmp_path: Path) -> None:
     job = ready(start("--nproc-per-node", 2, script(tmp_path, WAITS)), 2)
     pids = job.ranks()
     os.kill(job.guard, signal.SIGUSR2)
@@ -166,7 +167,7 @@ def test_sigusr1_without_a_handler_is_ignored_and_said(start: Callable[..., Job]
     assert job.ranks() == pids
 
 
-def test_sigusr1_to_every_process_at_once_stops_nobody(start: Callable[..., Job], tmp_path: Path) -> None:
+def test_sigusr1_to_every_process_at_once_stops_nobody(start: Start, tmp_path: Path) -> None:
     """Slurm's ``--signal=USR1@60`` reaches each process of the step, not the launcher alone."""
     path = script(tmp_path, HANDLES.replace("sys.exit(5)", "pass"))
     job = ready(start("--nproc-per-node", 2, path, "SIGUSR1"), 2)
@@ -179,7 +180,7 @@ def test_sigusr1_to_every_process_at_once_stops_nobody(start: Callable[..., Job]
     assert job.running.pids() == before
 
 
-def test_signals_to_handle_can_be_others(start: Callable[..., Job], tmp_path: Path) -> None:
+def test_signals_to_handle_can_be_others(start: Start, tmp_path: Path) -> None:
     path = script(tmp_path, HANDLES)
     job = ready(start("--nproc-per-node", 2, "--signals-to-handle", "SIGUSR1,SIGALRM", path, "SIGALRM"), 2)
     os.kill(job.guard, signal.SIGALRM)
@@ -189,7 +190,7 @@ def test_signals_to_handle_can_be_others(start: Callable[..., Job], tmp_path: Pa
     job.assert_gone()
 
 
-def test_a_signal_that_isnt_handled_ends_all_at_once(start: Callable[..., Job], tmp_path: Path) -> None:
+def test_a_signal_that_isnt_handled_ends_all_at_once(start: Start, tmp_path: Path) -> None:
     job = ready(start("--nproc-per-node", 2, "--signals-to-handle", "SIGUSR1", script(tmp_path, STUBBORN)), 2)
     os.kill(job.guard, signal.SIGTERM)
     done = job.running.wait(SOON_S)
@@ -201,11 +202,11 @@ def test_a_signal_that_isnt_handled_ends_all_at_once(start: Callable[..., Job], 
 # --- terminals --------------------------------------------------------------------------------------
 
 
-def test_nohup_survives_the_terminal(start_closeranks: Callable, tmp_path: Path, launcher: Launcher) -> None:
+def test_nohup_survives_the_terminal(tmp_path: Path, launcher: Launcher) -> None:
     path = script(tmp_path, "import time\nprint('ready 0')\ntime.sleep(1)\nprint('done')")
-    command = ["nohup", sys.executable, "-m", "closeranks", "run", "--log-dir", tmp_path / "runs", path]
+    words = ["nohup", *command(tmp_path / "runs", path)]
     with (tmp_path / "out").open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=launcher.environment(), cwd=tmp_path)
+        process = subprocess.Popen(words, stdout=out, stderr=out, env=launcher.environment(), cwd=tmp_path)
     try:
         assert eventually(lambda: "ready 0" in (tmp_path / "out").read_text(), SOON_S * 2)
         os.kill(process.pid, signal.SIGHUP)
@@ -219,11 +220,11 @@ def test_nohup_survives_the_terminal(start_closeranks: Callable, tmp_path: Path,
 class Terminal:
     """A command in a session of its own with a real controlling terminal."""
 
-    def __init__(self, command: list[str], env: dict[str, str], cwd: Path) -> None:
+    def __init__(self, words: list[str], env: dict[str, str], cwd: Path) -> None:
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
             os.chdir(cwd)
-            os.execvpe(command[0], command, env)
+            os.execvpe(words[0], words, env)
         os.set_blocking(self.fd, False)
         self.output = ""
 
@@ -231,10 +232,8 @@ class Terminal:
         assert eventually(lambda: text in self.read(), SOON_S * 2), self.output
 
     def read(self) -> str:
-        try:
+        with contextlib.suppress(OSError):
             self.output += os.read(self.fd, 1 << 16).decode(errors="replace")
-        except (BlockingIOError, OSError):
-            pass
         return self.output
 
     def type(self, text: str) -> None:
@@ -257,8 +256,11 @@ class Terminal:
 @pytest.fixture
 def terminal(launcher: Launcher, tmp_path: Path) -> Callable[..., Terminal]:
     def open_terminal(*arguments: object, env: dict[str, str] | None = None) -> Terminal:
-        command = [sys.executable, "-m", "closeranks", "run", "--log-dir", str(tmp_path / "runs"), *map(str, arguments)]
-        return Terminal(command, launcher.environment({"TERM": "xterm", **(env or {})}), tmp_path)
+        return Terminal(
+            command(tmp_path / "runs", *arguments),
+            launcher.environment({"TERM": "xterm", **(env or {})}),
+            tmp_path,
+        )
 
     return open_terminal
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Finished, eventually
 
-from system.rig import SOON_S, Job, is_alive, script, wait_for_ranks
+from conftest import eventually
+from system.rig import SOON_S, Job, Run, Start, is_alive, script, wait_for_ranks
 
 # Each rank with a child as DataLoader has them, a grandchild, a daemon, and one that ignores what it can.
 FAMILY = """
@@ -46,6 +45,7 @@ FAMILY = """
         sleep()
 """
 FAMILY_SIZE = 7  # with the resource tracker that spawn brings, and without the rank itself
+SLOW_IMPORT = "import time\nprint('importing', flush=True)\ntime.sleep(600)"
 WORKS = """
     import os, sys, time
     import closeranks
@@ -60,7 +60,7 @@ WORKS = """
 
 
 @pytest.fixture
-def family(start: Callable[..., Job], tmp_path: Path) -> Job:
+def family(start: Start, tmp_path: Path) -> Job:
     job = start("--nproc-per-node", 2, script(tmp_path, FAMILY))
     for rank in (0, 1):
         job.running.wait_for(f"ready {rank}")
@@ -68,9 +68,9 @@ def family(start: Callable[..., Job], tmp_path: Path) -> Job:
     return job
 
 
-@pytest.mark.parametrize("victims", ["guard", "keeper", "agent", "guard agent", "guard keeper", "keeper agent"])
-def test_nothing_outlives_the_launcher(family: Job, victims: str) -> None:
-    pids = [getattr(family, name) for name in victims.split()]
+@pytest.mark.parametrize("names", ["guard", "keeper", "agent", "guard agent", "guard keeper", "keeper agent"])
+def test_nothing_outlives_the_launcher(family: Job, names: str) -> None:
+    pids = [getattr(family, name) for name in names.split()]
     everything = set(family.running.pids())
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
@@ -87,7 +87,7 @@ def test_a_kill_of_the_process_group_too(family: Job) -> None:
     family.assert_gone()
 
 
-def test_the_agents_death_is_told(start: Callable[..., Job], tmp_path: Path) -> None:
+def test_the_agents_death_is_told(start: Start, tmp_path: Path) -> None:
     job = start("--nproc-per-node", 2, script(tmp_path, WORKS), 600)
     wait_for_ranks(job, 2)
     job.running.wait_for("tick 1")
@@ -100,7 +100,7 @@ def test_the_agents_death_is_told(start: Callable[..., Job], tmp_path: Path) -> 
     assert "tick 1\n" in job.text("out", 0), "what ranks had said is in their logs"
 
 
-def test_the_stopped_too(start: Callable[..., Job], tmp_path: Path) -> None:
+def test_the_stopped_too(start: Start, tmp_path: Path) -> None:
     job = start("--nproc-per-node", 2, "--hang-detection", "off", script(tmp_path, WORKS), 600)
     ranks = wait_for_ranks(job, 2)
     os.kill(ranks[1], signal.SIGSTOP)
@@ -109,8 +109,8 @@ def test_the_stopped_too(start: Callable[..., Job], tmp_path: Path) -> None:
     job.assert_gone()
 
 
-def test_while_it_starts(start: Callable[..., Job], tmp_path: Path) -> None:
-    script(tmp_path, "import time\nprint('importing', flush=True)\ntime.sleep(600)", "no-torch/slow_import.py")
+def test_while_it_starts(start: Start, tmp_path: Path) -> None:
+    script(tmp_path, SLOW_IMPORT, name="no-torch/slow_import.py")
     job = start("--preload", "slow_import", script(tmp_path, WORKS), 600)
     job.running.wait_for("importing")
     os.kill(job.agent, signal.SIGKILL)
@@ -120,13 +120,15 @@ def test_while_it_starts(start: Callable[..., Job], tmp_path: Path) -> None:
 # --- parts that the training doesn't need ------------------------------------------------------------
 
 
-def test_the_log_pump_is_started_again(start: Callable[..., Job], tmp_path: Path) -> None:
+def test_the_log_pump_is_started_again(start: Start, tmp_path: Path) -> None:
     job = start("--nproc-per-node", 2, script(tmp_path, WORKS), 2)
     ranks = wait_for_ranks(job, 2)
     job.running.wait_for("tick 3")
     pump = job.part("closeranks-logs")
     os.kill(pump, signal.SIGKILL)
-    assert eventually(lambda: pump not in job.parts("closeranks-logs") and job.parts("closeranks-logs"), SOON_S)
+    assert eventually(
+        lambda: pump not in job.parts("closeranks-logs") and job.parts("closeranks-logs"), SOON_S
+    )
     assert job.ranks() == ranks, "nobody got SIGPIPE"
     done = job.running.wait()
     assert done.returncode == 0
@@ -139,7 +141,7 @@ def test_the_log_pump_is_started_again(start: Callable[..., Job], tmp_path: Path
 
 
 @pytest.mark.torch
-def test_another_zygote_takes_over(start: Callable[..., Job], tmp_path: Path) -> None:
+def test_another_zygote_takes_over(start: Start, tmp_path: Path) -> None:
     job = start("--nproc-per-node", 2, script(tmp_path, WORKS), 600, torch=True)
     wait_for_ranks(job, 2)
     assert eventually(lambda: len(job.parts("cr-spare")) == 2, SOON_S)
@@ -160,7 +162,7 @@ def test_another_zygote_takes_over(start: Callable[..., Job], tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_a_zygote_that_is_always_killed_is_given_up(start: Callable[..., Job], tmp_path: Path) -> None:
+def test_a_zygote_that_is_always_killed_is_given_up(start: Start, tmp_path: Path) -> None:
     job = start(script(tmp_path, WORKS), 600, torch=True)
     for generation in range(5):
         job.running.wait_for(f"generation {generation}")
@@ -177,7 +179,7 @@ def test_a_zygote_that_is_always_killed_is_given_up(start: Callable[..., Job], t
 
 
 @pytest.mark.torch
-def test_dead_spares_are_replaced(start: Callable[..., Job], tmp_path: Path) -> None:
+def test_dead_spares_are_replaced(start: Start, tmp_path: Path) -> None:
     job = start("--nproc-per-node", 2, script(tmp_path, WORKS), 600, torch=True)
     ranks = wait_for_ranks(job, 2)
     assert eventually(lambda: len(job.parts("cr-spare")) == 2, SOON_S)
@@ -196,7 +198,7 @@ def test_dead_spares_are_replaced(start: Callable[..., Job], tmp_path: Path) -> 
 # --- what shares memory -----------------------------------------------------------------------------
 
 
-def test_shared_memory_of_killed_ranks_is_removed(run: Callable[..., tuple[Finished, Job]], tmp_path: Path) -> None:
+def test_shared_memory_of_killed_ranks_is_removed(run: Run, tmp_path: Path) -> None:
     """Python's resource tracker does that, if it isn't killed with its rank."""
     path = script(
         tmp_path,
@@ -222,7 +224,7 @@ def test_shared_memory_of_killed_ranks_is_removed(run: Callable[..., tuple[Finis
 
 
 @pytest.mark.torch
-def test_torchs_shared_memory_too(run: Callable[..., tuple[Finished, Job]], tmp_path: Path) -> None:
+def test_torchs_shared_memory_too(run: Run, tmp_path: Path) -> None:
     """Its manager needs two seconds after the death of the rank."""
     path = script(
         tmp_path,

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Finished, Launcher, eventually
 
-from system.rig import SOON_S, Job, script
-
-Run = Callable[..., tuple[Finished, Job]]
+from conftest import Launcher, eventually
+from system.rig import SOON_S, Run, command, no_torch, script
 
 DUMP = """
     import json, os
@@ -31,11 +29,14 @@ def test_the_environment_is_torchruns(run: Run, launcher: Launcher, tmp_path: Pa
     flags = ["--nproc-per-node", "2", "--max-restarts", "3", "--role", "trainer", "--rdzv-id", "job-7"]
     done, _ = run(*flags, path, torch=True, env={"DUMP": str(tmp_path / "ours")})
     assert done.returncode == 0, done.stderr
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
     subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
-         *flags, path],
-        env=launcher.environment({"DUMP": str(tmp_path / "theirs")}), cwd=tmp_path, capture_output=True, check=True,
-    )  # fmt: skip
+        [*torchrun, "--rdzv-endpoint", "localhost:0", *flags, path],
+        env=launcher.environment({"DUMP": str(tmp_path / "theirs")}),
+        cwd=tmp_path,
+        capture_output=True,
+        check=True,
+    )
     for rank in (0, 1):
         ours = json.loads((tmp_path / f"ours-{rank}.json").read_text())
         theirs = json.loads((tmp_path / f"theirs-{rank}.json").read_text())
@@ -80,6 +81,20 @@ READS = """
 """
 
 
+def with_streams(
+    closed: str, launcher: Launcher, folder: Path, *arguments: object
+) -> subprocess.CompletedProcess[str]:
+    """``closeranks run`` from a shell that closes some of its standard streams."""
+    return subprocess.run(
+        ["bash", "-c", f'exec "$@" {closed}', "bash", *command(folder / "runs", *arguments)],
+        env=launcher.environment(no_torch(folder)),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
 def test_input_from_a_pipe(run: Run, tmp_path: Path) -> None:
     done, _ = run("--nproc-per-node", 2, script(tmp_path, READS), stdin="x" * 300_000)
     assert (done.returncode, done.by_rank[0]) == (0, "read 300000\n")
@@ -88,22 +103,16 @@ def test_input_from_a_pipe(run: Run, tmp_path: Path) -> None:
 def test_no_input_at_all(launcher: Launcher, tmp_path: Path) -> None:
     """``closeranks run <&-``, as daemons start things."""
     path = script(tmp_path, "import sys, os\nprint('ran', sys.stdin is None or sys.stdin.read() == '')")
-    command = f"exec {sys.executable} -m closeranks run --log-dir runs --nproc-per-node 2 {path} <&-"
-    done = subprocess.run(
-        ["bash", "-c", command], env=launcher.environment(), cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = with_streams("<&-", launcher, tmp_path, "--nproc-per-node", 2, path)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] ran True", "[1] ran True"]
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
 def test_closed_consoles(launcher: Launcher, tmp_path: Path, closed: str) -> None:
-    """Descriptors 0 to 2 then belong to whatever is opened first; no log, socket or journal may be torn by it."""
+    """Descriptors 0 to 2 then belong to whatever is opened first; it must not be a log or a socket."""
     path = script(tmp_path, "import sys\nprint('out')\nprint('err', file=sys.stderr)")
-    command = f"exec {sys.executable} -m closeranks run --log-dir runs {path} {closed}"
-    done = subprocess.run(
-        ["bash", "-c", command], env=launcher.environment(), cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = with_streams(closed, launcher, tmp_path, path)
     assert done.returncode == 0, (done.stdout, done.stderr)
     logs = tmp_path / "runs/latest/logs/0"
     assert ((logs / "0.out").read_text(), (logs / "0.err").read_text()) == ("out\n", "err\n")
@@ -122,17 +131,15 @@ def test_a_terminal_as_input(launcher: Launcher, tmp_path: Path) -> None:
     pid, fd = pty.fork()
     if pid == 0:
         os.chdir(tmp_path)
-        command = [sys.executable, "-m", "closeranks", "run", "--log-dir", "runs", str(path)]
-        os.execvpe(command[0], command, launcher.environment())
+        words = command(tmp_path / "runs", path)
+        os.execvpe(words[0], words, launcher.environment())
     shown = ""
 
     def until(text: str) -> bool:
         nonlocal shown
         os.set_blocking(fd, False)
-        try:
+        with contextlib.suppress(OSError):
             shown += os.read(fd, 65536).decode()
-        except OSError:
-            pass
         return text in shown
 
     assert eventually(lambda: until("tty [True, False, False]"), SOON_S * 2), shown

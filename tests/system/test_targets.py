@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Finished
 
-from system.rig import Job, no_torch, script
-
-Run = Callable[..., tuple[Finished, Job]]
+from system.rig import Run, Start, command, no_torch, script
 
 SHOW = """
     import hashlib, os, sys
@@ -26,16 +23,14 @@ SHOW = """
 
 
 def shown(*arguments: str) -> str:
-    import hashlib
-
     text = "\0".join(arguments).encode("utf-8", "surrogateescape")
     return f"{len(arguments) + 1} {len(text)} {hashlib.md5(text).hexdigest()}"
 
 
-@pytest.mark.parametrize("name", ["a b.py", "it's \"odd\"\n$(id).py", "é✓.py", "caf\udce9.py", "-dash.py"])
+@pytest.mark.parametrize("name", ["a b.py", 'it\'s "odd"\n$(id).py', "é✓.py", "caf\udce9.py", "-dash.py"])
 def test_script_names(run: Run, tmp_path: Path, name: str) -> None:
     folder = tmp_path / "wh ere"
-    path = script(folder, SHOW, name)
+    path = script(folder, SHOW, name=name)
     done, job = run("--nproc-per-node", 2, f"./{name}", "x", cwd=folder)
     assert done.returncode == 0, done.stderr
     lines = (job.run_dir / "logs/0/1.out").read_text(errors="surrogateescape").split("\n", 1)
@@ -45,10 +40,10 @@ def test_script_names(run: Run, tmp_path: Path, name: str) -> None:
 
 def test_modules_and_directories(run: Run, tmp_path: Path) -> None:
     show = "import sys\nprint(__name__, __spec__.name if __spec__ else None, sys.argv, sys.path[0])"
-    script(tmp_path, show, "pkg/mod.py")
-    script(tmp_path, show, "pkg/__main__.py")
-    script(tmp_path, "", "pkg/__init__.py")
-    script(tmp_path, show, "app/__main__.py")
+    script(tmp_path, show, name="pkg/mod.py")
+    script(tmp_path, show, name="pkg/__main__.py")
+    script(tmp_path, name="pkg/__init__.py")
+    script(tmp_path, show, name="app/__main__.py")
     for arguments in (["-m", "pkg.mod"], ["-m", "pkg"], ["app"]):
         plain = subprocess.run(
             [sys.executable, *arguments, "a"],
@@ -66,7 +61,7 @@ def test_modules_and_directories(run: Run, tmp_path: Path) -> None:
 def test_programs(run: Run, tmp_path: Path) -> None:
     done, _ = run("--nproc-per-node", 2, "--no-python", "bash", "-c", 'echo "$RANK $0 $1"', "a", "b c")
     assert (done.returncode, sorted(done.by_rank.values())) == (0, ["0 a b c\n", "1 a b c\n"])
-    done, job = run("--nproc-per-node", 2, "--no-python", "bash", "-c", "sleep 600 & exit 7")
+    done, _ = run("--nproc-per-node", 2, "--no-python", "bash", "-c", "sleep 600 & exit 7")
     assert done.returncode == 7
     assert "exit code 7" in done.stderr
 
@@ -147,7 +142,7 @@ PRELOADS = {
 @pytest.mark.parametrize("name", PRELOADS)
 def test_preloads(run: Run, tmp_path: Path, name: str) -> None:
     source, said = PRELOADS[name]
-    script(tmp_path, source, f"no-torch/{name}.py")
+    script(tmp_path, source, name=f"no-torch/{name}.py")
     module = "json.missing" if name == "missing" else name
     path = script(tmp_path, HELLO)
     done, job = run("--nproc-per-node", 2, "--preload", module, "train.py", "again", cwd=path.parent)
@@ -159,8 +154,8 @@ def test_preloads(run: Run, tmp_path: Path, name: str) -> None:
 
 def test_an_interpreter_without_torch(run: Run, tmp_path: Path) -> None:
     """A script that needs none runs; that it can't be preloaded is said."""
-    broken = script(tmp_path, "raise ImportError('no torch here')", "broken/torch/__init__.py").parent.parent
-    done, job = run(script(tmp_path, HELLO), "again", env={"PYTHONPATH": str(broken)})
+    script(tmp_path, "raise ImportError('no torch here')", name="broken/torch/__init__.py")
+    done, job = run(script(tmp_path, HELLO), "again", env={"PYTHONPATH": str(tmp_path / "broken")})
     assert done.returncode == 0, done.stderr
     assert "can't preload torch: ImportError: no torch here" in done.stderr
     assert job.text("out", 0, 1).startswith("hello 0 1")
@@ -178,7 +173,9 @@ def test_no_ranks(run: Run, tmp_path: Path) -> None:
 def test_many_ranks_on_few_cores(run: Run, tmp_path: Path) -> None:
     done, job = run("--nproc-per-node", 64, script(tmp_path, HELLO), "again")
     assert done.returncode == 0, done.stderr
-    assert [job.text("out", rank, 1).split()[:2] for rank in range(64)] == [["hello", str(n)] for n in range(64)]
+    assert [job.text("out", rank, 1).split()[:2] for rank in range(64)] == [
+        ["hello", str(n)] for n in range(64)
+    ]
 
 
 def test_a_low_soft_limit_on_files(run: Run, tmp_path: Path) -> None:
@@ -198,9 +195,9 @@ def test_a_low_hard_limit_on_files(tmp_path: Path) -> None:
     """Below what a run needs there is one clear line, whatever the first thing is that fails."""
     path = script(tmp_path, HELLO)
     for limit in (12, 20, 28, 36):
-        command = f"ulimit -n {limit}; exec {sys.executable} -m closeranks run --log-dir runs --nproc-per-node 2 {path}"
+        words = command(tmp_path / "runs", "--nproc-per-node", 2, path)
         done = subprocess.run(
-            ["bash", "-c", command],
+            ["bash", "-c", f'ulimit -n {limit}; exec "$@"', "bash", *words],
             cwd=tmp_path,
             env={**os.environ, **no_torch(tmp_path)},
             capture_output=True,
@@ -215,7 +212,7 @@ def test_a_low_hard_limit_on_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("prlimit") is None, reason="needs prlimit of util-linux")
-def test_a_limit_that_falls_while_it_runs(start: Callable[..., Job], tmp_path: Path) -> None:
+def test_a_limit_that_falls_while_it_runs(start: Start, tmp_path: Path) -> None:
     """No descriptors for the next generation: a clean end, not a traceback."""
     path = script(tmp_path, "import os, time\nprint('ready', flush=True)\ntime.sleep(600)")
     job = start("--nproc-per-node", 4, path)

@@ -1,11 +1,13 @@
 """Hooks on real torch and gloo, under code as scripts have it: what is recorded, flagged, left alone."""
 
 import copy
+import importlib
 import inspect
 import io
 import json
 import os
 import pickle
+import subprocess
 import sys
 import threading
 import time
@@ -28,6 +30,7 @@ from closeranks.worker import hooks, hooks_collectives, hooks_evidence  # noqa: 
 from closeranks.worker.hooks_state import STATE  # noqa: E402
 
 HERE = __file__
+importlib.import_module("torch._dynamo")  # an optimizer imports it: seconds, in each forked rank
 
 
 def line_of(function, text):
@@ -316,6 +319,49 @@ def test_compiled_code_traces_through(tmp_path):
     with Ranks(body, 2, tmp_path) as ranks:
         assert ranks.results() == [True, True]
         assert not ranks.all_heard("desync") and not ranks.all_heard("hooks_off")
+
+
+HOOKS_BEFORE_DYNAMO = """
+import mmap, sys
+import torch, torch.distributed as dist
+from closeranks.progress import PAGE_BYTES
+from closeranks.worker import hooks
+from closeranks.worker.page import PageWriter
+
+class Silence:
+    def send(self, message): return True
+    def receive(self): return None
+
+hooks.install(PageWriter(mmap.mmap(-1, PAGE_BYTES), 0, 1, 0, 0), Silence())
+assert "torch._dynamo" not in sys.modules
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+graphs = []
+
+def backend(graph, inputs):
+    graphs.append(str(graph.graph))
+    return graph.forward
+
+@torch.compile(backend=backend, fullgraph=True)
+def reduced(x):
+    y = x * 2
+    dist.all_reduce(y)
+    return y + 1
+
+assert reduced(torch.ones(3)).tolist() == [3.0] * 3
+assert "all_reduce" in graphs[0], graphs
+"""
+
+
+def test_dynamo_may_be_imported_after_the_hooks():
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [sys.executable, "-c", HOOKS_BEFORE_DYNAMO],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 # --- asynchronous ones --------------------------------------------------------------------------------
@@ -909,16 +955,20 @@ def test_a_backend_that_does_not_count_is_recorded_without_numbers(tmp_path):
         init(rank)
         state = STATE.recorder.groups.get(None)
 
-        def issued(self):
+        def cannot(self):
             raise RuntimeError("not supported")
 
-        type(state).issued = issued
+        dist.ProcessGroup._get_sequence_number_for_group = cannot
         dist.all_reduce(torch.ones(1))
+        if rank == 0:
+            dist.send(torch.ones(1), 1)
+        else:
+            dist.recv(torch.ones(1), 0)
         return [STATE.active, state.check is None]
 
     with Ranks(body, 2, tmp_path) as ranks:
         assert ranks.results() == [[True, True]] * 2
-        assert [record.seq for record in ranks.page(0).collectives] == [0]
+        assert [record.seq for record in ranks.page(0).collectives] == [0, 0]
 
 
 def test_without_install_nothing_happens():

@@ -169,6 +169,11 @@ def _aborted_by(lines: Sequence[str]) -> str:
     return next((line for line in reversed(lines) if _ABORT_LINE.search(line)), "")
 
 
+def _facts(ranks: Sequence[Rank]) -> dict[int, ProcessFacts | None]:
+    table = procfs.ProcessTable.take()
+    return {rank.rank: procfs.read_process(rank.pid, table=table) for rank in ranks}
+
+
 def _rank_evidence(
     world: World, rank: Rank, process: ProcessFacts | None, stack: str, native: str, log_tail: tuple[str, ...]
 ) -> RankEvidence:
@@ -215,7 +220,7 @@ async def capture(
     living = world.alive()
     facts: dict[int, ProcessFacts | None] = {}
     if budget.hang:
-        facts = {rank.rank: procfs.read_process(rank.pid) for rank in living}
+        facts = _facts(living)
     answers = asyncio.gather(
         take_stacks(world.ranks, budget.answers_s),
         ask_flight_recorder(world.ranks, recorder_dir, budget.answers_s),
@@ -223,7 +228,7 @@ async def capture(
     )
     await asyncio.sleep(0)  # the requests are out
     if not budget.hang:
-        facts = {rank.rank: procfs.read_process(rank.pid) for rank in living}
+        facts = _facts(living)
     stacks, _, native = await answers
     ranks = []
     for rank in world.ranks:

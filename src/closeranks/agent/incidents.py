@@ -56,6 +56,10 @@ class Incidents:
         self._oom_baseline = procfs_host.oom_baseline()
         self.count = 0
 
+    def begin(self) -> None:
+        """A generation starts: what the kernel has counted so far belongs to older ones."""
+        self._oom_baseline = procfs_host.oom_baseline()
+
     async def handle(self, world: World, trigger: Trigger) -> None:
         """From the first sign to the Failure that policy decides on."""
         self.count += 1

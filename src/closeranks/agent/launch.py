@@ -32,6 +32,8 @@ _ACCELERATOR_NODES = (
     "/dev/dri/renderD128",
     "/dev/davinci0",
 )
+_STORE_BYTES = 4 << 20
+_STORE_FILES = 64
 _ASK_TORCH_TIMEOUT_S = 120.0
 _ASK_TORCH = """
 import sys, torch
@@ -74,14 +76,23 @@ def resolve_world_size(text: str, interpreter: str | None = None) -> int:
     return count
 
 
+def _has_room(directory: str) -> bool:
+    """Whether stores of many ranks will find their place there."""
+    try:
+        status = os.statvfs(directory)
+    except OSError:
+        return False
+    enough_files = status.f_files == 0 or status.f_favail >= _STORE_FILES  # 0: it doesn't count them
+    return enough_files and status.f_bavail * status.f_frsize >= _STORE_BYTES
+
+
 def _private_dir(job_id: str) -> Path:
     """A directory for the generations' stores and the control socket: on tmpfs, else among temporary files."""
-    for base in ("/dev/shm", os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir()):
-        if not base or not os.access(base, os.W_OK):
-            continue
+    bases = [base for base in ("/dev/shm", os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir()) if base]
+    for base in sorted(bases, key=_has_room, reverse=True):  # stable: a full one is the last resort
         with contextlib.suppress(OSError):
             return Path(tempfile.mkdtemp(prefix=f"closeranks-{job_id[-24:]}-", dir=base))
-    raise ConfigError(f"no place for the ranks to meet: can't write to /dev/shm nor {tempfile.gettempdir()}")
+    raise ConfigError(f"no place for the ranks to meet: can't write to {' nor '.join(bases)}")
 
 
 def _fill_standard_streams() -> None:

@@ -180,6 +180,7 @@ class Supervisor:
             return
         self.dispatch(GenerationStarted(generation))
         self.watch.begin(world)
+        self.incidents.begin()
         self.faults.begin(world)
         self.incidents.show()
 
@@ -250,6 +251,8 @@ class Supervisor:
         kind = message["type"]
         if kind == "fault_fired":
             self.faults.fired(world, rank, message)
+        elif kind == "hooks_off" and world is self.world:
+            self.watch.blind(f"rank {rank.rank} can't report its progress ({message.get('why')})")
         elif kind == "modules":
             names = [name for name in message.get("names", ()) if isinstance(name, str)]
             self._spawn(self.slots.learn(names))

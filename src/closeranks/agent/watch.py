@@ -17,6 +17,7 @@ from closeranks.agent import procfs
 from closeranks.agent.capture import ask_flight_recorder, group_statuses, take_stacks
 from closeranks.agent.processes import reap_zombies
 from closeranks.agent.world import Rank, World
+from closeranks.diagnose.stacks import parse_faulthandler
 from closeranks.events import Progress
 from closeranks.evidence import GroupStatus, ProcessFacts, Trigger
 from closeranks.policy import hang
@@ -100,6 +101,11 @@ class Watch:
         self._note_progress(seen)
         self._owner.faults.collect(world)
         self.stop()
+
+    def blind(self, why: str) -> None:
+        """A rank's hooks are off: its silence means nothing, so this generation isn't judged by silence."""
+        self._state = None
+        self._owner.notice(f"hang detection is off for this generation: {why}")
 
     def stop(self) -> None:
         """Look no more."""
@@ -255,7 +261,8 @@ class Watch:
         world = seen.world
         ranks = [rank for rank in world.ranks if rank.rank in asked and rank.alive]
         ticks = {rank.rank: page.ticks if (page := world.page(rank, rings=False)) else 0 for rank in ranks}
-        facts = {rank.rank: procfs.read_process(rank.pid) for rank in ranks}
+        table = procfs.ProcessTable.take()
+        facts = {rank.rank: procfs.read_process(rank.pid, table=table) for rank in ranks}
         jobs: list[Any] = [ask_flight_recorder(ranks, None, _DETAIL_TIMEOUT_S)]
         if time.monotonic() - seen.stacked_s > _STACK_EVERY_S:
             seen.stacked_s = time.monotonic()
@@ -263,7 +270,7 @@ class Watch:
         results = await asyncio.gather(*jobs)
         if len(results) > 1:
             for number, text in results[1].items():
-                seen.stack_ids[number] = hashlib.blake2b(_places(text).encode(), digest_size=8).hexdigest()
+                seen.stack_ids[number] = _stack_id(text)
         for rank in ranks:
             reply = (rank.replies or {}).get("flight_recorder")
             seen.details[rank.rank] = _Detail(
@@ -277,6 +284,8 @@ class Watch:
         seen.gathering = None
 
 
-def _places(text: str) -> str:
-    """A stack dump without thread identities, which differ between two dumps of the same place."""
-    return "\n".join(line.strip() for line in text.splitlines() if line.lstrip().startswith("File "))
+def _stack_id(text: str) -> str:
+    """A name for where the main thread is; our own evidence thread moves with each question."""
+    frames = parse_faulthandler(text)
+    places = "\n".join(f"{frame.file}:{frame.line}:{frame.function}" for frame in frames)
+    return hashlib.blake2b(places.encode("utf-8", "replace"), digest_size=8).hexdigest()

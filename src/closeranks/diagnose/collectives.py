@@ -16,6 +16,7 @@ from itertools import pairwise
 from closeranks.diagnose.deaths import Fallen, Role
 from closeranks.diagnose.desync_words import Clash, to_finding
 from closeranks.diagnose.history import Conduct, History, Judgement
+from closeranks.diagnose.stacks import in_backward, is_raising
 from closeranks.diagnose.verdicts import Finding
 from closeranks.diagnose.view import View
 from closeranks.progress import COLLECTIVE_SLOTS, WORLD_GROUP, Collective
@@ -82,6 +83,14 @@ class _Scan:
         if index is None:
             return self.history(rank).judge_silence(self.group, seq)
         return self.history(rank).judge(index)
+
+    def is_first_time(self, rank: int, seq: int) -> bool:
+        """Whether the rank never came to this line before, as far as its ring reaches."""
+        index = self.history(rank).index_of(self.group, seq)
+        if index is None:
+            return False
+        records = self.history(rank).records
+        return all(_site(record)[:2] != _site(records[index])[:2] for record in records[:index])
 
     def is_own_line(self, present: Mapping[int, Collective | None]) -> bool:
         """Whether ranks that are at different lines here are so by habit: these lines have always met each
@@ -169,13 +178,20 @@ def _passed(
     opened = {r: c for r in rings if (c := view.open_record(r)) is not None and c.group == group}
     passed = {rank: view.passed(rank, group) for rank in rings}
     if group == WORLD_GROUP and opened and fallen.of(Role.MISMATCH):
-        # A rank that a mismatch killed, or whose peer died of one, was inside a collective. If none of its
-        # own is open, it was one that no hook saw: where its peers stood.
         frontier = min(record.seq for record in opened.values())
-        for death in (*fallen.of(Role.MISMATCH), *fallen.of(Role.VICTIM)):
-            if death.rank in passed and death.rank not in opened:
-                passed[death.rank] = max(passed[death.rank], frontier)
+        unseen = [rank for rank in rings if rank not in opened and passed[rank] < frontier]
+        for rank in unseen:
+            if len(unseen) == 1 or _was_inside(view, fallen, rank):
+                passed[rank] = frontier
     return passed
+
+
+def _was_inside(view: View, fallen: Fallen, rank: int) -> bool:
+    """Of several ranks that have no record of the collective in which another was aborted: whether this one
+    met it there, in one that no hook saw. Its end, or where it stands, says that it was in a collective."""
+    ended = any(d.rank == rank for role in (Role.MISMATCH, Role.VICTIM) for d in fallen.of(role))
+    stack = view.ranks[rank].stack
+    return ended or is_raising(stack) or in_backward(stack)
 
 
 def _take_offsets(scan: _Scan) -> None:
@@ -262,8 +278,10 @@ def _decide(scan: _Scan, seq: int, present: Mapping[int, Collective | None], har
     elif by_past:
         known = all(judgements[r].conduct is Conduct.AS_BEFORE for r in present if r not in by_past)
         culprits, confidence = by_past, 0.92 if known else 0.8
+        if all(scan.is_first_time(rank, seq) for rank in by_past):
+            confidence = 0.7  # nothing tells whether it did something new, or the others left it out
     elif proved:
-        culprits, confidence = _by_step_counts(scan, list(present)), 0.75
+        culprits, confidence = _by_step_counts(scan, list(present)), 0.65
     else:
         return None
     clash = Clash(

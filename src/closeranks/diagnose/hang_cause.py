@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from closeranks.diagnose.circle_words import circle
 from closeranks.diagnose.deaths import Fallen, Role
 from closeranks.diagnose.hang_words import early_exit, frozen, host_block, late_arrival
 from closeranks.diagnose.history import Conduct, History
-from closeranks.diagnose.stacks import in_collective
+from closeranks.diagnose.stacks import in_backward, in_collective
 from closeranks.diagnose.status import is_stopped
 from closeranks.diagnose.verdicts import Finding
 from closeranks.diagnose.view import P2P_OPS, View
@@ -64,7 +65,7 @@ def _waits_of(view: View, rank: int, role: Role | None) -> tuple[Wait, ...]:
         return pending
     entry, page = view.ranks[rank], view.pages.get(rank)
     asleep = entry.process is not None and entry.process.state == "S"
-    backward = bool(entry.stack) and "_engine_run_backward" in entry.stack[0].function and asleep
+    backward = in_backward(entry.stack) and asleep
     inside = page is not None and page.in_collective
     if role in (Role.VICTIM, Role.MISMATCH) or inside or backward or in_collective(entry.stack):
         return (Wait(rank, None, None),)
@@ -163,14 +164,17 @@ def _left(view: View, graph: WaitGraph, gone: list[int]) -> Finding | None:
 
 
 def _out_of_step(view: View, ranks: Collection[int]) -> bool:
-    """Whether these ranks have met in different steps, or seen with unseen collectives, for as long as their
-    rings reach: then one of them skipped or added one before that, and which one is no longer recorded."""
+    """Whether these ranks have come to meet in different steps, or seen with unseen collectives: then one of
+    them skipped or added one before, and which one isn't recorded. Ranks whose steps differ ever again have
+    it by habit: they count them differently."""
     for group in view.groups():
         rings = [ring for r in ranks if (ring := view.rings.get(r, {}).get(group))]
         if len(rings) < len(ranks):
             continue
         common = set(rings[0]).intersection(*rings[1:])
-        if common and all(len({ring[seq].step for ring in rings}) > 1 for seq in common):
+        apart = [tuple(ring[seq].step - rings[0][seq].step for ring in rings) for seq in sorted(common)]
+        changes = sum(1 for before, after in pairwise(apart) if before != after)
+        if apart and any(apart[-1]) and changes <= 1:
             return True
         first, last = max(min(ring) for ring in rings), min(max(ring) for ring in rings)
         if any(first <= seq <= last and seq not in common for ring in rings for seq in ring):

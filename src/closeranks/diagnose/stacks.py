@@ -17,7 +17,9 @@ __all__ = [
     "MAX_TEXT_CHARS",
     "MAX_THREADS",
     "ThreadStack",
+    "in_backward",
     "in_collective",
+    "is_raising",
     "parse_faulthandler",
     "parse_stacks",
     "user_frame",
@@ -118,6 +120,7 @@ def user_frame(frames: Sequence[Frame]) -> Frame | None:
 # (file, function, reason): the first rule that one of the innermost frames meets. Libraries before the
 # primitives they block in: a DataLoader waits in queue.get, too.
 _RULES: tuple[tuple[str, str, str], ...] = (
+    (r"", r"^(_distributed_excepthook|print_exception|excepthook)$", "reports an exception"),
     (r"torch/utils/data/|/dataloader\.py$", r"", "waits for the data loader"),
     (r"torch/distributed/(checkpoint|_shard/checkpoint)/", r"", "saves or loads a checkpoint"),
     (r"torch/serialization\.py$", r"", "saves or loads a checkpoint"),
@@ -171,12 +174,25 @@ def why_blocked(frames: Sequence[Frame], *, collecting: bool = False) -> str:
 _COLLECTIVE_FILES = re.compile(
     r"torch/distributed/(distributed_c10d|_functional_collectives|c10d_logger)\.py$"
 )
+_EXCEPT_HOOKS = frozenset({"_distributed_excepthook", "print_exception", "excepthook"})
 _SETUP = re.compile(r"^_?(init_process_group|new_(process_)?group|destroy_process_group)")
+
+
+def in_backward(frames: Sequence[Frame]) -> bool:
+    """True if the innermost frame is the autograd engine's, where DDP's reducer waits as well."""
+    return bool(frames) and frames[0].function == "_engine_run_backward"
+
+
+def is_raising(frames: Sequence[Frame]) -> bool:
+    """True if the script is over with an exception that is just being reported."""
+    return any(f.function in _EXCEPT_HOOKS for f in frames[:_INNERMOST])
 
 
 def in_collective(frames: Sequence[Frame]) -> bool:
     """True if the innermost frames are those of a torch.distributed call that waits for other ranks."""
     near = frames[:_INNERMOST]
+    if is_raising(near):
+        return False
     return any(_COLLECTIVE_FILES.search(f.file) for f in near[:4]) and not any(
         _SETUP.search(f.function) for f in near
     )

@@ -16,7 +16,7 @@ from closeranks.policy.hang_model import RankSample
 from closeranks.policy.waits import Wait
 from closeranks.progress import COLLECTIVE_SLOTS, WORLD_GROUP, Collective, Page
 
-__all__ = ["Hopeless", "Op", "hopeless", "needs_all", "pending", "waiting_ops", "waits_for"]
+__all__ = ["Hopeless", "Op", "hopeless", "needs_all", "waiting_ops", "waits_for"]
 
 _WORLD = "0"  # torch's name of the default group
 _WORLD_NAMES = frozenset({"", _WORLD, "default", "default_pg"})
@@ -75,7 +75,7 @@ def _status(sample: RankSample, group: str) -> GroupStatus | None:
     return next((status for status in sample.groups if _recorder_name(status) == group), None)
 
 
-def pending(sample: RankSample) -> list[Op]:
+def _pending(sample: RankSample) -> list[Op]:
     """Collectives under way as the flight recorder counts them: the oldest of each group."""
     return [
         Op(_recorder_name(status), status.last_completed + 1, status.pending_op.rpartition(":")[2])
@@ -107,7 +107,7 @@ def waiting_ops(sample: RankSample) -> tuple[Op, ...] | None:
             elif not record.done:
                 return ()
         return tuple(ops)
-    ops = pending(sample)
+    ops = _pending(sample)
     return tuple(ops) if ops and _main_waits(sample) else None
 
 
@@ -161,7 +161,7 @@ def _came_with_another(op: Op, sample: RankSample) -> bool:
     if op.record is None and op.name:
         return any(
             other.group == op.group and other.seq == op.seq and other.name not in ("", op.name)
-            for other in pending(sample)
+            for other in _pending(sample)
         )
     return False
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from closeranks.policy.hang_graph import Hopeless, hopeless, needs_all, pending, waiting_ops, waits_for
+from closeranks.policy.hang_graph import Hopeless, hopeless, needs_all, waiting_ops, waits_for
 from closeranks.policy.hang_model import CONFIRM_S, Candidate, RankSample, Scene
 from closeranks.policy.hang_text import choose, describe_ranks, others_wait, who_holds_up
 from closeranks.policy.waits import at_rest, blocked_forever
@@ -23,8 +23,7 @@ def candidates(scene: Scene) -> list[Candidate]:
     found: list[Candidate | None] = []
     if scene.letters:
         found.append(_stopped(scene))
-    # With somebody stopped the others' waits prove nothing new, and would name the wrong rank.
-    if scene.detailed and scene.whole and all(track.stopped_s is None for track in scene.tracks.values()):
+    if scene.detailed and scene.whole:
         found += [_stuck(scene), _blocked(scene), _init_stall(scene)]
     return [candidate for candidate in found if candidate is not None]
 
@@ -38,11 +37,10 @@ def evaluated(scene: Scene) -> frozenset[str]:
 
 
 def _stopped(scene: Scene) -> Candidate | None:
-    """Somebody is in state T. Were all of them, someone would have suspended the job."""
-    living = scene.living
+    """Somebody is in state T (not all: a suspended job isn't asked about)."""
     tracks = scene.tracks.values()
     stopped = sorted(t.rank for t in tracks if t.stopped_s is not None and t.seen and t.seen.letter == "T")
-    if not stopped or len(stopped) == len(living):
+    if not stopped:
         return None
     stopped_s = max(scene.tracks[rank].stopped_s or 0.0 for rank in stopped)
     text = f"{describe_ranks(stopped)} {choose(stopped, 'has', 'have')} been stopped (state T)"
@@ -159,7 +157,7 @@ def _blocked(scene: Scene) -> Candidate | None:
             return None
         if page.phase is Phase.INIT or waiting_ops(sample) is not None:
             waiting.append(sample)
-        elif not pending(sample) and sample.process is not None and blocked_forever(sample.process):
+        elif sample.process is not None and blocked_forever(sample.process):
             outside.append(sample)
         else:
             return None

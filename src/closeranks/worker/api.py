@@ -34,7 +34,8 @@ def step(n: int | None = None) -> None:
     except ValueError as error:  # the page was unmapped under us
         STATE.disable(f"the progress page can't be written: {error}")
         return
-    STATE.start_evidence()
+    if STATE.start_evidence is not None:
+        STATE.begin_evidence()
     if STATE.injector is not None:
         STATE.injector.script_step(STATE.script_steps)
 

@@ -223,7 +223,9 @@ def _run_script(path: str) -> None:
         with open(path, "rb") as file:  # noqa: PTH123
             source = file.read()
     except OSError as error:  # it was there when the job began; what the interpreter itself would say
-        sys.stderr.write(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}\n")
+        sys.stderr.write(
+            f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}\n"
+        )
         sys.exit(2)
     exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
 

@@ -385,11 +385,13 @@ class _Slow(_Lasting):
         time.sleep(self._more_s if self._factor is None else took_s * (self._factor - 1))
 
 
+_leaked: list[bytes] = []  # it isn't given back when the fault is over
+
+
 class _Leak(_Lasting):
     def __init__(self, spec: FaultSpec) -> None:
         super().__init__(spec)
         self._bytes = int(float(spec.get("mb") or 0) * _MB)
-        self._kept: list[bytes] = []
 
     def _act(self, took_s: float) -> None:
-        self._kept.append(b"\1" * self._bytes)
+        _leaked.append(b"\1" * self._bytes)

@@ -19,7 +19,7 @@ from closeranks.errors import UsageError
 from closeranks.faults import parse_spec
 from closeranks.worker import hooks_collectives, hooks_training
 from closeranks.worker.faults import FaultInjector
-from closeranks.worker.hooks_evidence import start_evidence_thread, starter
+from closeranks.worker.hooks_evidence import start_evidence_thread
 from closeranks.worker.hooks_state import STATE, ControlLine
 from closeranks.worker.page import PageWriter
 from closeranks.worker.teardown import wrap_destroy
@@ -87,5 +87,5 @@ def install(writer: PageWriter, control: ControlLine, faults: Sequence[Mapping[s
         control,
         FaultInjector(specs, writer, control),
         lambda: hooks_collectives.Recorder(writer),
-        starter(control),
+        lambda: start_evidence_thread(control),
     )

@@ -58,7 +58,8 @@ class Site:
     """A line of the script that issues collectives, and what was learned about it."""
 
     __slots__ = (
-        "file_key", "line", "line_bits", "loose", "matches", "mixed", "paired", "period", "run", "seq", "step",
+        "file_key", "in_lockstep", "line", "line_bits", "loose", "matches", "mixed", "paired", "period",
+        "run", "seq", "step",
     )  # fmt: skip
 
     def __init__(self, file_key: int, line: int) -> None:
@@ -68,21 +69,24 @@ class Site:
         self.step = 0  # at our last visit
         self.period = 0  # steps between two visits that were not in the same step
         self.run = 0  # how often in a row it was that many
+        self.in_lockstep = False  # both ranks have kept one pace for so long that the next step can be told
         self.seq = 0  # of the last comparison that matched: two neighbours, or two looks, count once
-        self.matches = 0  # in how many of those steps the neighbour had made as many
+        self.matches = 0  # how often the neighbour had made as many, at this pace
         self.paired = 0  # how often the neighbour was at the same line
         self.mixed = False  # the neighbour has been at another line, too
         self.loose = False  # the neighbour has used another dtype of the same size
 
     def visited(self, step: int) -> None:
-        """We are here once more: at what pace?"""
+        """We are here in another step than last time: at what pace?"""
         advance = step - self.step
-        if advance:
-            if advance == self.period:
-                self.run += 1
-            else:
-                self.period, self.run, self.matches = advance, 0, 0
-            self.step = step
+        if advance == self.period:
+            self.run += 1
+        else:
+            self.period, self.run, self.matches = advance, 0, 0
+        self.step = step
+        # Not every visit can be compared, but about every second one.
+        needed = _LOCKSTEP_STEPS if advance == 1 else _LOCKSTEP_STEPS_SPARSE
+        self.in_lockstep = self.run >= needed and self.matches >= _LOCKSTEP_STEPS
 
     def matched(self, seq: int) -> None:
         """The neighbour was here too, after as many steps."""
@@ -91,18 +95,8 @@ class Site:
             self.paired += 1
             self.matches += 1
 
-    @property
-    def in_lockstep(self) -> bool:
-        """Whether both ranks have kept one pace for long enough that the next step can be told.
 
-        Not every visit can be compared, but about every second one.
-        """
-        return self.run >= (_LOCKSTEP_STEPS if self.period == 1 else _LOCKSTEP_STEPS_SPARSE) and (
-            self.matches >= _LOCKSTEP_STEPS
-        )
-
-
-# What we have issued: sequence number, record, site, whether the step rule holds for it, and is proved for it.
+# What we have issued: sequence number, record, site, whether the step rule applies, and whether it is armed.
 _Issued = tuple[int, Record, Site, bool, bool]
 
 
@@ -151,7 +145,7 @@ class NeighbourCheck:
         words, u32 = writer.all_words, writer.all_u32
         step = writer.step
         step_line = step | site.line_bits
-        position = writer.world_position()
+        position = writer.world_position
         # Another thread's collectives have no place in the main thread's steps.
         stepping = self._step_rule and main_thread
         armed = stepping and site.in_lockstep
@@ -167,7 +161,8 @@ class NeighbourCheck:
                     and words[slot] == seq
                 ):
                     compared[partner] = position
-                    site.matched(seq)
+                    if seq != site.seq:
+                        site.matched(seq)
                     continue
             elif theirs < position and (
                 not near or last is None or theirs != position - 1 or compared[partner] == theirs
@@ -175,7 +170,7 @@ class NeighbourCheck:
                 continue  # not there yet, and known up to where it is
             self._compare(partner, theirs, position, ours)
         self._last = ours
-        if stepping:
+        if stepping and step != site.step:
             site.visited(step)
 
     def _compare(self, partner: int, theirs: int, position: int, ours: _Issued) -> None:

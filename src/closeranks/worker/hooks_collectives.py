@@ -119,7 +119,8 @@ class Recorder:
             else:
                 dtype, numel = describe(tensor)
         try:
-            seq = state.issued() + 1
+            group: Any = state.group()
+            seq = group._get_sequence_number_for_group() - state.offset + 1
         except RuntimeError:  # a backend that doesn't count: recorded without a number, compared with nobody
             seq, state.check = 0, None
         site = self.sites.find(_getframe(2))
@@ -150,6 +151,7 @@ def _wrap_recorded(original: Callable[..., Any], call: Call) -> Callable[..., An
     """Around a call that issues one collective, or several as one."""
     issue = original if call.leaf else _guarded(original)
     ordered = not call.p2p and call.consumes is None
+    batch, group_at = call.batch, call.group_at
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -159,7 +161,12 @@ def _wrap_recorded(original: Callable[..., Any], call: Call) -> Callable[..., An
         if recorder is None or (recorder.inside and _ident() in recorder.inside):
             return original(*args, **kwargs)
         try:
-            state = recorder.group_of(call, args, kwargs)
+            if batch:
+                state = recorder.group_of(call, args, kwargs)
+            else:
+                state = recorder.groups.get(
+                    args[group_at] if len(args) > group_at >= 0 else kwargs.get("group")
+                )
         except _HOOK_ERRORS:
             state = None
         if state is None:

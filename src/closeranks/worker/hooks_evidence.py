@@ -21,23 +21,12 @@ from closeranks.errors import UsageError
 from closeranks.faults import parse_spec
 from closeranks.worker.hooks_state import STATE, ControlLine
 
-__all__ = ["THREAD_NAME", "flight_recorder", "group_statuses", "start_evidence_thread", "starter"]
+__all__ = ["THREAD_NAME", "flight_recorder", "group_statuses", "start_evidence_thread"]
 
 THREAD_NAME = "closeranks-ev"  # at most 15 bytes, as the kernel keeps it
 _PR_SET_NAME = 15
 _MAX_GROUPS = 256
 _MAX_MODULES = 2048
-
-
-def starter(control: ControlLine) -> Callable[[], None]:
-    """A function that starts the evidence thread when it is first called."""
-    once = iter((None,))
-
-    def start() -> None:
-        for _ in once:
-            start_evidence_thread(control)
-
-    return start
 
 
 def start_evidence_thread(control: ControlLine) -> threading.Thread:

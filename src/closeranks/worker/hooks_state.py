@@ -35,10 +35,6 @@ class _Nowhere:
         return None
 
 
-def _nothing() -> None:
-    pass
-
-
 class HookState:
     """One per process. While ``active`` is false every hook passes straight through."""
 
@@ -60,7 +56,7 @@ class HookState:
         self.injector: FaultInjector | None = None  # ``faults`` while it has anything to do
         self.why_off = "not installed"
         self.world_seq: Callable[[], int] = int
-        self.start_evidence: Callable[[], None] = _nothing
+        self.start_evidence: Callable[[], object] | None = None  # None: it has been
         self._reset()
 
     def _reset(self) -> None:
@@ -78,7 +74,7 @@ class HookState:
         control: ControlLine,
         faults: FaultInjector | None,
         make_recorder: Callable[[], Recorder],
-        start_evidence: Callable[[], None],
+        start_evidence: Callable[[], object],
     ) -> None:
         """From now on the hooks write to ``writer`` and speak to ``control``."""
         self._reset()
@@ -106,6 +102,12 @@ class HookState:
         if was_active:
             self.why_off = "forked from the rank"
             self.writer.detach()
+
+    def begin_evidence(self) -> None:
+        """Start the thread that answers the agent, if it doesn't run yet."""
+        start, self.start_evidence = self.start_evidence, None
+        if start is not None:
+            start()
 
     @staticmethod
     def onwards(previous: int) -> int:

@@ -76,7 +76,10 @@ def within(phase: Phase, original: Function) -> Function:
         try:
             return original(*args, **kwargs)
         finally:
-            _leave(previous)
+            try:
+                writer.leave_phase(previous)
+            except ValueError as error:
+                _off(error)
 
     return wrapper
 
@@ -111,7 +114,7 @@ def after_optimizer_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     back = None
     if entered is not None and entered[0] == id(optimizer):
         STATE.optimizer_phase = None
-        back = STATE.onwards(entered[1])
+        back = entered[1] if entered[1] > Phase.START else Phase.TRAIN
     writer = STATE.writer
     try:
         if is_main:
@@ -121,7 +124,8 @@ def after_optimizer_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     except ValueError as error:
         _off(error)
         return
-    STATE.start_evidence()
+    if STATE.start_evidence is not None:
+        STATE.begin_evidence()
     if is_main and STATE.injector is not None:
         STATE.injector.optimizer_step(writer.step)
 
@@ -144,11 +148,19 @@ def wrap_next(original: Function) -> Function:
             return original(self)
         if STATE.injector is not None:
             STATE.injector.poll()
-        previous = _enter(Phase.DATA)
+        writer = STATE.writer
+        try:
+            previous = writer.enter_phase(Phase.DATA)
+        except ValueError as error:
+            _off(error)
+            return original(self)
         try:
             return original(self)
         finally:
-            _leave(previous)
+            try:
+                writer.leave_phase(previous)
+            except ValueError as error:
+                _off(error)
 
     return __next__
 
@@ -164,6 +176,13 @@ def class_patches() -> Iterator[tuple[type, str, Function]]:
 # --- checkpoints ------------------------------------------------------------------------------------
 
 
+def _is_part() -> bool:
+    """Whether a save that begins now belongs to a larger one, in this thread or one in the background."""
+    if _ident() == STATE.main_ident:
+        return STATE.writer.phase == Phase.CHECKPOINT
+    return STATE.dcp_saves > 0
+
+
 def _wrap_save(original: Function) -> Function:
     """A save that is complete when it returns, unless it is a part of a larger one."""
 
@@ -171,12 +190,12 @@ def _wrap_save(original: Function) -> Function:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if _compiling() or not STATE.active:
             return original(*args, **kwargs)
-        part = STATE.dcp_saves > 0 or STATE.writer.phase == Phase.CHECKPOINT
+        part = _is_part()
         previous = _enter(Phase.CHECKPOINT)
         try:
             result = original(*args, **kwargs)
-            if not part and STATE.active:
-                STATE.writer.checkpoint_done()
+            if not part:
+                _saved(STATE.writer.step)
         finally:
             _leave(previous)
         return result
@@ -187,7 +206,7 @@ def _wrap_save(original: Function) -> Function:
 def _wrap_dcp_save(original: Function) -> Function:
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not STATE.active:
+        if not STATE.active or _is_part():
             return original(*args, **kwargs)
         step = STATE.writer.step
         previous = _enter(Phase.CHECKPOINT)
@@ -279,7 +298,7 @@ def _wrap_init(original: Function) -> Function:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not STATE.active:
             return original(*args, **kwargs)
-        STATE.start_evidence()  # before: a rank that is stuck in there must be able to answer
+        STATE.begin_evidence()  # before: a rank that is stuck in there must be able to answer
         previous = _enter(Phase.INIT)
         try:
             STATE.writer.begin_world()

@@ -101,9 +101,10 @@ class PageWriter:
     """
 
     __slots__ = (
-        "_bytes", "_checkpoints", "_collectives", "_interned", "_lock", "_open", "_own", "_own_u32", "_phase",
-        "_steps", "_strings_used", "_ticks", "_user", "_world", "all_u32", "all_words", "generation",
-        "local_rank", "local_world_size", "rank", "step",
+        "_bytes", "_checkpoints", "_collectives", "_interned", "_lock", "_open", "_own", "_own_u32",
+        "_steps", "_strings_used", "_ticks", "_user", "all_u32", "all_words", "generation",
+        "local_rank", "local_world_size", "phase", "rank", "step",
+        "world_position",
     )  # fmt: skip
 
     def __init__(
@@ -122,7 +123,11 @@ class PageWriter:
         self.generation = generation
         self.local_rank = local_rank
         self.local_world_size = local_world_size
-        self.step = 0
+        self.step = 0  # completed in this generation
+        # How often the default group was made, and its collectives since. Two ranks' records can be of the
+        # same collective only where this is equal.
+        self.world_position = 0
+        self.phase: int = Phase.WAITING
         self._lock = threading.Lock()
         self._map(memoryview(mapping))
         self._write_header()
@@ -142,10 +147,10 @@ class PageWriter:
         self._put(Field.MAGIC_VERSION, 0)
         self._bytes[:] = bytes(PAGE_BYTES)
         self._ticks = self._collectives = self._steps = self._strings_used = self._checkpoints = 0
-        self._world = 0
+        self.world_position = 0
         self._open = 0
         self._interned: dict[tuple[int, str], int] = {}
-        self._phase: int = Phase.WAITING
+        self.phase = Phase.WAITING
         self._user = ""
         self._put(Field.RANK, self.rank)
         self._put(Field.GENERATION, self.generation)
@@ -176,8 +181,8 @@ class PageWriter:
     def enter_phase(self, phase: int) -> int:
         """Go into a phase, which is a sign of life. Returns the one before, to go back to."""
         own = self._own
-        previous = self._phase
-        self._phase = own[_PHASE] = phase
+        previous = self.phase
+        self.phase = own[_PHASE] = phase
         own[_PHASE_NS] = own[_TICK_NS] = _now()
         self._ticks = own[_TICKS] = self._ticks + 1
         return previous
@@ -186,7 +191,7 @@ class PageWriter:
 
     def enter_user_phase(self, name: str) -> tuple[int, str]:
         """Go into a phase that the script names; returns what ``leave_user_phase`` takes to go back."""
-        previous = self._phase, self._user
+        previous = self.phase, self._user
         self._write_user(name)
         self.enter_phase(Phase.USER)
         return previous
@@ -195,11 +200,6 @@ class PageWriter:
         """Back to what ``enter_user_phase`` found."""
         self._write_user(previous[1])
         self.enter_phase(previous[0])
-
-    @property
-    def phase(self) -> int:
-        """The phase we are in (a ``closeranks.progress.Phase``)."""
-        return self._phase
 
     def _write_user(self, user: str) -> None:
         self._user = user
@@ -224,7 +224,7 @@ class PageWriter:
         own[_STEP] = step
         self._ticks = own[_TICKS] = self._ticks + 1
         if phase is not None:
-            self._phase = own[_PHASE] = phase
+            self.phase = own[_PHASE] = phase
             own[_PHASE_NS] = now
 
     def absolute_step(self, number: int) -> None:
@@ -243,8 +243,8 @@ class PageWriter:
 
     def begin_world(self) -> None:
         """A default process group is about to be made: records of an older one have no partners any more."""
-        self._world = ((self._world >> _EPOCH_BITS) + 1 & 0xFF) << _EPOCH_BITS
-        self._own_u32[POSITION_U32] = self._world
+        self.world_position = ((self.world_position >> _EPOCH_BITS) + 1 & 0xFF) << _EPOCH_BITS
+        self._own_u32[POSITION_U32] = self.world_position
 
     def init_done(self) -> None:
         """``init_process_group`` has returned."""
@@ -258,7 +258,10 @@ class PageWriter:
     def collective_enter(
         self, seq: int, group_key: int, op: int, dtype: int, numel: int, file_key: int, line: int
     ) -> int:
-        """Record a collective that is about to be issued and may block. Returns its token."""
+        """Record a collective that is about to be issued and may block; ``seq`` 0: its backend doesn't count.
+
+        Returns its token.
+        """
         own = self._own
         token = self._collectives
         now = _now()
@@ -270,8 +273,9 @@ class PageWriter:
         if not group_key and op not in P2P_OPS:
             u32 = self._own_u32
             u32[PLACE_U32] = token & _U32
-            self._world = u32[POSITION_U32] = self._world + 1
-            own[_WORLD_SEQ] = seq - 1
+            self.world_position = u32[POSITION_U32] = self.world_position + 1
+            if seq:
+                own[_WORLD_SEQ] = seq - 1
         self._open += 1
         own[_IN_COLLECTIVE] = 1
         self._ticks = own[_TICKS] = self._ticks + 1
@@ -306,13 +310,6 @@ class PageWriter:
 
     # --- neighbours ---------------------------------------------------------------------------------
 
-    def world_position(self) -> int:
-        """How often the default group was made, and its collectives since: comparable between ranks.
-
-        Two ranks' records can be of the same collective only where this is equal.
-        """
-        return self._world
-
     def record_of(self, local_rank: int, position: int, seq: int) -> Record | None:
         """A neighbour's record at ``position``; None if it isn't there, not any more, or not at ``seq``.
 
@@ -342,7 +339,7 @@ class PageWriter:
 
     def neighbour_record(self, local_rank: int, seq: int) -> tuple[int, int, int, int, int, int] | None:
         """A neighbour's (op, dtype, numel, step, line, file key) where we are; None: not there yet."""
-        found = self.record_of(local_rank, self.world_position(), seq)
+        found = self.record_of(local_rank, self.world_position, seq)
         if found is None:
             return None
         kind, numel, step_line, file_key = found

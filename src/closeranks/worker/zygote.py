@@ -63,7 +63,7 @@ def import_all(names: list[str]) -> list[dict[str, str]]:
             importlib.import_module(name)
         except IMPORT_ERRORS as error:
             failed.append({"module": name, "error": f"{type(error).__name__}: {error}"[:500]})
-    with contextlib.suppress(OSError):  # a module that closes all descriptors it finds, or takes the right away
+    with contextlib.suppress(OSError):  # a module may have closed all descriptors, or taken away the right
         os.fchdir(here)
         os.close(here)
     return failed
