@@ -5,6 +5,7 @@ What the restart doesn't need waits until the next generation has been told to g
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import time
@@ -52,6 +53,7 @@ class Incidents:
         self._node = node
         self._dispatch = dispatch
         self._pictures = 0
+        self._picturing: asyncio.Task[None] | None = None
         self._shown: list[tuple[Captured, Verdict]] = []
         self._oom_baseline = procfs_host.oom_baseline()
         self.count = 0
@@ -112,11 +114,25 @@ class Incidents:
             step_p99_s=self._owner.watch.step_p99_s,
         )
 
-    async def picture(self, world: World, trigger: Trigger) -> None:
-        """Keep what a suspicion looked like; nothing is killed for it."""
+    def picture(self, world: World, trigger: Trigger) -> None:
+        """Keep what a suspicion looked like, in the background; nothing is killed for it."""
         self._pictures += 1
-        if self._pictures > _MAX_PICTURES:
-            return
+        if self._pictures <= _MAX_PICTURES and self._picturing is None:
+            self._picturing = asyncio.get_running_loop().create_task(self._picture(world, trigger))
+            self._picturing.add_done_callback(self._pictured)
+
+    def _pictured(self, task: asyncio.Task[None]) -> None:
+        self._picturing = None
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._owner.console.internal_error(error)
+
+    def forget_world(self) -> None:
+        """The world is about to be closed: a picture of it can't be finished."""
+        if self._picturing is not None:
+            self._picturing.cancel()
+
+    async def _picture(self, world: World, trigger: Trigger) -> None:
         name = f"suspicion-{self._pictures:03d}"
         captured = await self._capture(world, trigger, name)
         directory = self._owner.run_dir / "incidents" / name

@@ -107,6 +107,7 @@ class Starter:
         if owner.world is None:
             return
         world, owner.world = owner.world, None
+        owner.incidents.forget_world()
         directory = self._store_dir / f"g{world.generation}"
         with contextlib.suppress(OSError):
             for path in directory.iterdir():

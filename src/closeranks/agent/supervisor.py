@@ -287,7 +287,7 @@ class Supervisor:
     def suspect(self, world: World, trigger: Trigger) -> None:
         """Something has gone quiet: tell the user and keep a picture of it; nothing is killed."""
         self.console.tell("warning", f"suspicious: {trigger.detail}; watching, nothing is killed")
-        self._spawn(self.incidents.picture(world, trigger))
+        self.incidents.picture(world, trigger)
 
     # --- questions and ends -------------------------------------------------------------------------
 

@@ -31,7 +31,8 @@ __all__ = ["Watch"]
 _MAX_OBSERVED_S = 0.25
 _DETAIL_EVERY_S = 0.12
 _DETAIL_TIMEOUT_S = 0.1
-_STACK_EVERY_S = 0.5  # a signal to a quiet rank, no more often than this
+# A signal to a quiet rank no more often than this, and less and less often: it interrupts system calls.
+_STACK_FIRST_S, _STACK_FACTOR, _STACK_MOST_S = 0.5, 1.5, 10.0
 _PROGRESS_EVERY_S = 1.0
 _REFILL_AFTER_S = 1.0  # a world that hasn't made a step by then is slow: spares may be made meanwhile
 _JANITOR_EVERY_S = 5.0
@@ -65,6 +66,7 @@ class _Seen:
     gathered_s: float = 0.0
     stacked_s: float = 0.0
     stack_ids: dict[int, str] = field(default_factory=dict)
+    stack_every_s: float = _STACK_FIRST_S
 
 
 class Watch:
@@ -250,6 +252,7 @@ class Watch:
             now_ns = time.monotonic_ns()
             self._owner.fail(Trigger(trigger.kind, trigger.ranks, trigger.detail, now_ns))
         elif finding.level == "suspect":
+            seen.stack_every_s = _STACK_FIRST_S
             self._owner.controller.note("suspected", data, generation=generation)
             self._owner.suspect(seen.world, trigger)
         else:
@@ -264,7 +267,8 @@ class Watch:
         table = procfs.ProcessTable.take()
         facts = {rank.rank: procfs.read_process(rank.pid, table=table) for rank in ranks}
         jobs: list[Any] = [ask_flight_recorder(ranks, None, _DETAIL_TIMEOUT_S)]
-        if time.monotonic() - seen.stacked_s > _STACK_EVERY_S:
+        if time.monotonic() - seen.stacked_s > seen.stack_every_s:
+            seen.stack_every_s = min(seen.stack_every_s * _STACK_FACTOR, _STACK_MOST_S)
             seen.stacked_s = time.monotonic()
             jobs.append(take_stacks(ranks, _DETAIL_TIMEOUT_S))
         results = await asyncio.gather(*jobs)

@@ -33,14 +33,15 @@ _MAX_NAME_CHARS = 500  # faulthandler's own limit for file and function names
 
 # Python 3.14 puts the thread's name in brackets behind its number.
 _THREAD = re.compile(
-    r"(Thread|Current thread) (0x[0-9a-fA-F]{1,16})(?: \[[^\n]{0,64}\])? \(most recent call first\):"
+    r"(Thread|Current thread|Stack)(?: (0x[0-9a-fA-F]{1,16}))?(?: \[[^\n]{0,64}\])? \(most recent call first\):"
 )
 _FRAME = re.compile(r'  File "([^\n]{0,600})", line (\d{1,9}|\?{3}) in ([^\n]{0,600})')
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadStack:
-    """One thread's block. ``ident`` is ``threading.get_ident()`` there; ``frames`` are innermost first."""
+    """One thread's block. ``ident`` is ``threading.get_ident()`` there (0: the text doesn't say, as in a dump
+    of one thread); ``frames`` are innermost first."""
 
     ident: int
     current: bool  # "Current thread": the one that ran the signal handler
@@ -64,7 +65,7 @@ def parse_stacks(text: str) -> tuple[ThreadStack, ...]:
         if head:
             if ident is not None:
                 threads.append(ThreadStack(ident, current, tuple(frames), collecting))
-            ident, current, collecting, frames = int(head[2], 16), head[1] != "Thread", False, []
+            ident, current, collecting, frames = int(head[2] or "0", 16), head[1] != "Thread", False, []
             continue
         if ident is None:
             continue
@@ -90,7 +91,7 @@ def parse_faulthandler(text: str, main_ident: int | None = None) -> tuple[Frame,
     threads = parse_stacks(text)
     if main_ident is not None:
         for thread in reversed(threads):
-            if thread.ident == main_ident:
+            if thread.ident in (main_ident, 0):  # one that wasn't asked for others answers for itself
                 return thread.frames
         return ()
     for thread in reversed(threads):

@@ -142,7 +142,8 @@ def _reseed() -> None:
 
 def _install_stack_dump(fd: int) -> None:
     with contextlib.suppress(OSError, ValueError, RuntimeError):
-        faulthandler.register(linux.STACK_SIGNAL, file=fd, all_threads=True, chain=False)
+        # The main thread's stack alone: to walk the frames of threads that run meanwhile can crash the process.
+        faulthandler.register(linux.STACK_SIGNAL, file=fd, all_threads=False, chain=False)
         faulthandler.enable(file=fd, all_threads=True)
 
 
