@@ -90,8 +90,7 @@ class Job:
 
     @property
     def agent(self) -> int:
-        (pid,) = children(self.keeper)
-        return pid
+        return self._only(self.keeper, "cr-agent")
 
     def part(self, name: str) -> int:
         """The agent's one child of that name: cr-zygote, closeranks-logs, rank 0, ..."""

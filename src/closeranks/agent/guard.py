@@ -162,6 +162,10 @@ def supervise(agent: Callable[[int], int], clean_up: Callable[[], None], watched
     def keeper() -> int:
         os.setsid()
         linux.set_title("closeranks: keeper", "cr-keeper")
-        return _guard(lambda: agent(guard_pid), clean_up, watched)
+        return _guard(named_agent, clean_up, watched)
+
+    def named_agent() -> int:
+        linux.set_title("closeranks: agent", "cr-agent")
+        return agent(guard_pid)
 
     return _guard(keeper, clean_up, watched)

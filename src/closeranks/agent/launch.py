@@ -136,6 +136,7 @@ def _agent(config: RunConfig, run_dir: Path, private_dir: Path, world_size: int,
     from closeranks import linux
 
     linux.become_subreaper()
+    linux.go_first()
     try:
         return asyncio.run(_run(config, run_dir, private_dir, world_size, guard_pid))
     except CloseranksError as error:

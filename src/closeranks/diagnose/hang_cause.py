@@ -15,7 +15,7 @@ from closeranks.diagnose.circle_words import circle
 from closeranks.diagnose.deaths import Fallen, Role
 from closeranks.diagnose.hang_words import early_exit, frozen, host_block, late_arrival
 from closeranks.diagnose.history import Conduct, History
-from closeranks.diagnose.stacks import in_backward, in_collective
+from closeranks.diagnose.stacks import in_backward, in_collective, is_raising
 from closeranks.diagnose.status import is_stopped
 from closeranks.diagnose.verdicts import Finding
 from closeranks.diagnose.view import P2P_OPS, View
@@ -67,7 +67,8 @@ def _waits_of(view: View, rank: int, role: Role | None) -> tuple[Wait, ...]:
     asleep = entry.process is not None and entry.process.state == "S"
     backward = in_backward(entry.stack) and asleep
     inside = page is not None and page.in_collective
-    if role in (Role.VICTIM, Role.MISMATCH) or inside or backward or in_collective(entry.stack):
+    failed = role in (Role.VICTIM, Role.MISMATCH) or is_raising(entry.stack)
+    if failed or inside or backward or in_collective(entry.stack):
         return (Wait(rank, None, None),)
     return ()
 

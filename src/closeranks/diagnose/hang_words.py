@@ -173,7 +173,7 @@ def host_block(
     waiting = f" while {fold_ranks(waiters)} wait{'s' if len(waiters) == 1 else ''} for it" if waiters else ""
     lines = [entry for rank in ranks[:3] for entry in _standing(view, rank)]
     lines[1:1] = waiting_lines(view, waiters, "it waits for the others")[:3]
-    awaited = _awaited(view, waits, waiters)
+    awaited = _awaited(view, first.rank, waiters)
     onset = min(
         (p.tick_ns for r in ranks if (p := view.pages.get(r)) is not None and p.tick_ns), default=None
     )
@@ -181,7 +181,7 @@ def host_block(
         leaf=_leaf_of(view, first),
         kind=kind,
         ranks=ranks,
-        summary=f"{fold_ranks(ranks)} {doing}{at}{step}{awaited or ''}{waiting}",
+        summary=f"{fold_ranks(ranks)} {doing}{at}{step}{awaited}{waiting}",
         signature=_place_signature(kind, first, reason),
         confidence=confidence,
         lines=tuple(lines),
@@ -189,13 +189,14 @@ def host_block(
     )
 
 
-def _awaited(view: View, waits: _WaitMap, waiters: tuple[int, ...]) -> str:
-    """Which collective it did not come to."""
-    for rank in waiters:
-        record = view.open_record(rank)
-        if record is not None:
-            return f" and never entered {short_collective(view, record)}"
-    return ""
+def _awaited(view: View, culprit: int, waiters: tuple[int, ...]) -> str:
+    """Which collective it did not come to: that of the smallest group, where it was needed first."""
+    records = [c for rank in waiters if (c := view.open_record(rank)) is not None]
+    missed = [c for c in records if culprit in view.members(c.group)]
+    if not missed:
+        return ""
+    nearest = min(missed, key=lambda c: len(view.members(c.group)))
+    return f" and never entered {short_collective(view, nearest)}"
 
 
 def _place_signature(kind: str, entry: RankEvidence, reason: str) -> str:

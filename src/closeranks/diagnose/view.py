@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from closeranks.diagnose.stacks import is_raising
 from closeranks.diagnose.text import clean, join_ranks
 from closeranks.evidence import Evidence, RankEvidence
 from closeranks.progress import COLLECTIVE_SLOTS, STEP_SLOTS, WORLD_GROUP, Collective, Page
@@ -100,15 +101,15 @@ class View:
         """The collective that the rank is inside of, as its own hooks saw it.
 
         A call that raised leaves its record open for good, but the rank is no longer inside it: that one
-        counts only for a rank whose script the error has ended, as the last thing it did.
+        counts only for a rank whose script the error has ended or is just ending, as the last thing it did.
         """
         page = self.pages.get(rank)
         if page is None or not page.collectives:
             return None
         if page.in_collective:
             return next((r for r in reversed(page.collectives) if not r.done), None)
-        last = page.collectives[-1]
-        return last if not last.done and self.ranks[rank].error is not None else None
+        last, entry = page.collectives[-1], self.ranks[rank]
+        return last if not last.done and (entry.error is not None or is_raising(entry.stack)) else None
 
     def seen_up_to(self, rank: int, group: int) -> int:
         """The highest sequence number that the rank is known to have issued in the group; -1 for none."""
