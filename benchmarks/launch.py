@@ -40,7 +40,7 @@ HERE = Path(__file__).parent
 WORKLOAD = HERE / "workloads" / "steps.py"
 SYSTEMS = ("closeranks", "torchrun", "torchrun-fair", "nvrx")
 START_LIMIT_S = 60.0
-RECOVERY_LIMIT_S = 30.0
+RECOVERY_LIMIT_S = 18.0
 
 
 @dataclass

@@ -342,6 +342,13 @@ class Job:
             rank.number, 4000 + rank.number, page, ExitStatus(code=1), at_ns + 15 * MS, error, groups=()
         )
 
+    def raising(self, rank: Rank) -> RankEvidence:
+        """A rank whose collective has raised a moment ago; its last words haven't reached the agent yet."""
+        hook = Frame(TORCH + "distributed/distributed_c10d.py", 1928, "_distributed_excepthook")
+        page = replace(self.page(rank), in_collective=False, phase=Phase.TRAIN)
+        stack = (hook, Frame("/opt/closeranks/worker/bootstrap.py", 275, "_show"))
+        return replace(self.alive(rank), page=page, stack=stack, groups=(), answered=False)
+
     def evidence(
         self, trigger: str, entries: dict[int, RankEvidence], *, ranks: tuple[int, ...] = (), **host: Any
     ) -> Evidence:

@@ -274,6 +274,8 @@ def mismatches(job: Job) -> Iterator[tuple[str, Evidence]]:
             job.ranks[aborted], SIGABRT, after_ms=12, aborted_by=GLOO_ABORT, log_tail=(GLOO_ABORT,)
         )
         yield f"abort of {aborted}", job.evidence("exit", {aborted: end}, ranks=(aborted,))
+        raising = {r.number: job.raising(r) for r in job.ranks if r.number != aborted}
+        yield f"abort of {aborted}, others raise", job.evidence("exit", {**raising, aborted: end})
         assert end.exit_mono_ns is not None
         victims = {
             r.number: job.victim(r, RESET, at_ns=end.exit_mono_ns - 3 * MS)

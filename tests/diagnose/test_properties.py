@@ -97,7 +97,7 @@ def run_until_halt(place: tuple[int, int], script: scenes.Script, step: int) -> 
     return job.run()
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(WORLDS, scripts(), st.integers(0, 40))
 def test_a_death_is_named_whatever_the_script_does(
     place: tuple[int, int], script: scenes.Script, step: int
@@ -115,7 +115,7 @@ def test_a_death_is_named_whatever_the_script_does(
         assert verdict.signature == "SIGKILL"
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(WORLDS, scripts(), st.integers(0, 40), st.sampled_from(["blocked", "deadlock", "hang_timeout"]))
 def test_a_hang_is_named_whatever_the_script_does(
     place: tuple[int, int], script: scenes.Script, step: int, trigger: str
@@ -127,7 +127,7 @@ def test_a_hang_is_named_whatever_the_script_does(
         assert verdict.leaf == "app.hang", verdict
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(WORLDS, scripts(), st.integers(0, 40), st.integers(0, 400), st.sampled_from(TRIGGERS))
 def test_nobody_is_accused_in_a_healthy_job(
     place: tuple[int, int], script: scenes.Script, stop: int, moves: int, trigger: str
@@ -146,7 +146,7 @@ def test_nobody_is_accused_in_a_healthy_job(
     assert verdict.kind == "unknown" or not verdict.culprits
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     WORLDS,
     st.integers(4, 40),
@@ -180,7 +180,7 @@ def test_a_mismatch_never_names_an_innocent(
 LOST = [scenes.CLOSED, scenes.RESET, TIMED_OUT, "Broken pipe", "Socket Timeout"]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from([2, 4, 8]),
     st.lists(st.sampled_from(LOST), min_size=8, max_size=8),
@@ -280,7 +280,7 @@ def check_bounds(verdict: Verdict, evidence: Evidence) -> None:
     assert verdict.culprits or verdict.missing or verdict.leaf != "unknown"
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(evidences())
 def test_odd_evidence_never_raises(evidence: Evidence) -> None:
     verdict = diagnose(evidence)
@@ -294,7 +294,7 @@ def test_odd_evidence_never_raises(evidence: Evidence) -> None:
     assert verdict_from_json(to_json(verdict)) == verdict
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(evidences())
 def test_evidence_survives_the_way_through_json(evidence: Evidence) -> None:
     assert evidence_from_json(to_json(evidence)) == evidence

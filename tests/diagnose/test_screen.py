@@ -110,6 +110,18 @@ def test_the_last_lines_of_the_real_traceback() -> None:
 EVIL = "\x1b]0;owned\x07\x1b[2J\x1b[31mboo\x1b[0m \u202egnp.exe\r\n\x00\x9b1mfake closeranks line"
 
 
+def test_a_victims_traceback_is_not_shown_as_the_error() -> None:
+    """The culprit of a mismatch loses its peers in the end, too; that isn't what went wrong."""
+    job = Job(4, scenes.ddp, 2, tamper=without(4)).run()
+    abort = job.dead(job.ranks[0], SIGABRT, after_ms=12, aborted_by=GLOO_ABORT)
+    lost = job.victim(job.broken, CLOSED, at_ns=job.now_ns)
+    evidence = job.evidence("exit", {0: abort, 2: lost})
+    shown = render(evidence, diagnose(evidence))
+    assert "rank 2 skipped all_reduce" in shown
+    assert "   error " not in shown
+    assert "rank 2's stack: train.py:80" in shown
+
+
 def test_foreign_text_cannot_act_on_the_terminal() -> None:
     trace = f'Traceback (most recent call last):\n  File "{EVIL}", line 1, in {EVIL}\nValueError: {EVIL}\n'
     evidence = replace(raising(trace, EVIL), node=EVIL, incident_id=EVIL)

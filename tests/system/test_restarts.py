@@ -71,12 +71,16 @@ class Trace:
         self.steps = [max((int(n) for n in re.findall(r"step (\d+)\n", text)), default=0) for text in texts]
 
 
-def agent_state(agent: int) -> dict[str, int]:
+def agent_state(job: Job) -> dict[str, int]:
     """What must not grow from restart to restart."""
+    agent = job.agent
     status = Path(f"/proc/{agent}/status").read_text()
     numbers = dict(re.findall(r"(\w+):\s+(\d+)", status))
     return {
         "descriptors": len(open_files(agent)),
+        "a zygote's": len(open_files(job.part("cr-zygote"))),
+        "a rank's": len(open_files(job.ranks()[0])),
+        "the pump's": len(open_files(job.part("closeranks-logs"))),
         "threads": int(numbers["Threads"]),
         "resident_kb": int(numbers["VmRSS"]),
         "maps": len(Path(f"/proc/{agent}/maps").read_text().splitlines()),
@@ -87,7 +91,7 @@ def settled(job: Job, ranks: int) -> dict[str, int]:
     """The agent's state once its spares stand ready."""
     assert eventually(lambda: len(job.parts("cr-spare")) == ranks, SOON_S * 2)
     time.sleep(0.3)
-    return agent_state(job.agent)
+    return agent_state(job)
 
 
 def kill_again_and_again(job: Job, ranks: int, kills: int, dice: random.Random) -> int:
@@ -141,6 +145,8 @@ def soak(start: Start, run: Run, folder: Path, kills: int, ranks: int) -> None:
     print(f"{kills} kills, step {newest}: {before} -> {after}")
 
     assert after["descriptors"] <= before["descriptors"] + 2
+    for whose in ("a zygote's", "a rank's", "the pump's"):
+        assert after[whose] <= before[whose] + 1
     assert after["threads"] <= before["threads"] + 1
     assert after["maps"] <= before["maps"] + 20
     assert after["resident_kb"] <= before["resident_kb"] + 4096 + 64 * kills

@@ -6,13 +6,15 @@ import hashlib
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from system.rig import Run, Start, command, no_torch, script
+from conftest import Launcher, eventually
+from system.rig import SOON_S, Job, Run, Start, command, no_torch, script
 
 SHOW = """
     import hashlib, os, sys
@@ -152,6 +154,39 @@ def test_preloads(run: Run, tmp_path: Path, name: str) -> None:
         assert job.text("out", rank, 1) == f"hello {rank} 1 {tmp_path}\n"
 
 
+@pytest.mark.torch
+def test_what_the_script_imports_late_is_ready_at_the_restart(start: Start, tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+        import sys, time
+        print("ready", "torch.distributed.checkpoint" in sys.modules, flush=True)
+        import closeranks
+        import torch.distributed.checkpoint
+        while True:
+            closeranks.step()
+            time.sleep(0.05)
+        """,
+    )
+    job = start("--nproc-per-node", 2, path, torch=True)
+    job.running.wait_for("ready False")
+    first = wait_for_spares(job, 2)
+    # Those that stood ready are let go for others that have it.
+    assert eventually(lambda: not set(first) & set(job.parts("cr-spare")), SOON_S * 2)
+    wait_for_spares(job, 2)
+    os.kill(job.ranks()[1], signal.SIGKILL)
+    job.running.wait_for("ready True")
+    assert "can't" not in job.running.stderr
+    os.kill(job.guard, signal.SIGTERM)
+    assert job.running.wait(SOON_S).returncode == 143
+    job.assert_gone()
+
+
+def wait_for_spares(job: Job, count: int) -> list[int]:
+    assert eventually(lambda: len(job.parts("cr-spare")) == count, SOON_S * 2)
+    return job.parts("cr-spare")
+
+
 def test_an_interpreter_without_torch(run: Run, tmp_path: Path) -> None:
     """A script that needs none runs; that it can't be preloaded is said."""
     script(tmp_path, "raise ImportError('no torch here')", name="broken/torch/__init__.py")
@@ -176,6 +211,43 @@ def test_many_ranks_on_few_cores(run: Run, tmp_path: Path) -> None:
     assert [job.text("out", rank, 1).split()[:2] for rank in range(64)] == [
         ["hello", str(n)] for n in range(64)
     ]
+
+
+@pytest.mark.slow
+def test_hundreds_of_ranks(run: Run, tmp_path: Path) -> None:
+    done, job = run("--nproc-per-node", 300, script(tmp_path, HELLO), "again", timeout_s=300)
+    assert done.returncode == 0, done.stderr
+    assert all(job.text("out", rank, 1).startswith(f"hello {rank} 1") for rank in range(300))
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+def test_a_full_dev_shm(launcher: Launcher, tmp_path: Path) -> None:
+    """Ranks meet elsewhere then."""
+    path = script(
+        tmp_path,
+        """
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.barrier()
+        dist.destroy_process_group()
+        """,
+    )
+    mount = 'mount -t tmpfs -o size=4k tmpfs /dev/shm 2>/dev/null || exit 77; exec "$@"'
+    words = ["unshare", "--mount", "sh", "-c", mount, "sh"]
+    done = subprocess.run(
+        [*words, *command(tmp_path / "runs", "--nproc-per-node", 2, path)],
+        env=launcher.environment({"TMPDIR": str(tmp_path)}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    if done.returncode == 77:
+        pytest.skip("may not mount")
+    assert done.returncode == 0, done.stderr
+    assert "/dev/shm has 0 MiB free" in done.stderr
+    assert list(tmp_path.glob("closeranks-*")) == []
 
 
 def test_a_low_soft_limit_on_files(run: Run, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """How other commands of the same user talk to a running job: a Unix socket, one JSON line each way.
 
-The peer's user id comes from the kernel (SO_PEERCRED), not from the peer. The socket lies in the job's private
-directory, as a Unix socket's path may have 107 bytes, and where it is is written into the run directory.
+The peer's user id comes from the kernel (SO_PEERCRED), not from the peer. The socket lies in the job's
+private directory, as a Unix socket's path may have 107 bytes; the run directory says where that is.
 """
 
 from __future__ import annotations

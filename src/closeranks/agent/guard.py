@@ -2,11 +2,11 @@
 
     guard ── keeper ── agent ── zygote, log pump, ranks ── their children
 
-All three adopt orphans (subreapers). Ranks die with the agent by the kernel's parent-death signal. What ranks
-have started (DataLoader workers, daemons) has no such tie: when the agent is killed those orphans are adopted
-by the keeper, which kills them; when the guard is killed, the agent notices and does the same. The keeper is a
-second guard in a session of its own, so that a SIGKILL to the user's process group, or to guard and agent at
-once, finds it alive. Signals to the guard go on to the agent.
+All three adopt orphans (subreapers). Ranks die with the agent by the kernel's parent-death signal. What
+ranks have started (DataLoader workers, daemons) has no such tie: when the agent is killed those orphans are
+adopted by the keeper, which kills them; when the guard is killed, the agent notices and does the same. The
+keeper is a second guard in a session of its own, so that a SIGKILL to the user's process group, or to guard
+and agent at once, finds it alive. Signals to the guard go on to the agent.
 """
 
 from __future__ import annotations
@@ -95,8 +95,9 @@ def _bury(killed_pid: int, number: int) -> int:
     told = f"; still there, stuck in the kernel: {left}" if left else ""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(
-            f"closeranks: error: the agent (pid {killed_pid}) was killed by {signal_name(number)}; every rank "
-            f"was stopped with it{told}. Start the same command again to resume from the last checkpoint.\n"
+            f"closeranks: error: the agent (pid {killed_pid}) was killed by {signal_name(number)}; "
+            f"every rank was stopped with it{told}. Start the same command again to resume from the last "
+            "checkpoint.\n"
         )
         sys.stderr.flush()
     return 128 + number
@@ -122,7 +123,7 @@ def _fork(child: Callable[[], int]) -> int:
 
 
 def _guard(child: Callable[[], int], clean_up: Callable[[], None], watched: set[signal.Signals]) -> int:
-    """Run ``child`` in a fork, pass signals on to it, and clear away what it leaves. Returns its exit code."""
+    """Run ``child`` in a fork, pass signals on to it, clear away what it leaves. Returns its exit code."""
     linux.become_subreaper()
     pid = _fork(child)
     while True:

@@ -87,7 +87,7 @@ def _has_room(directory: str) -> bool:
 
 
 def _private_dir(job_id: str) -> Path:
-    """A directory for the generations' stores and the control socket: on tmpfs, else among temporary files."""
+    """A directory for the generations' stores and the control socket: on tmpfs, else with temporary files."""
     bases = [base for base in ("/dev/shm", os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir()) if base]
     for base in sorted(bases, key=_has_room, reverse=True):  # stable: a full one is the last resort
         with contextlib.suppress(OSError):
@@ -96,7 +96,7 @@ def _private_dir(job_id: str) -> Path:
 
 
 def _fill_standard_streams() -> None:
-    """Where the caller closed one (``closeranks run >&-``), /dev/null: else the next file opened would be it."""
+    """/dev/null where one is closed (``closeranks run >&-``): else the next file opened would be it."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
@@ -106,8 +106,8 @@ def _fill_standard_streams() -> None:
                 os.dup2(opened, fd)
                 os.close(opened)
             os.set_inheritable(fd, True)
-    sys.stdout = sys.stdout or open(1, "w", closefd=False)
-    sys.stderr = sys.stderr or open(2, "w", closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def launch(config: RunConfig) -> int:
@@ -148,7 +148,7 @@ def _agent(config: RunConfig, run_dir: Path, private_dir: Path, world_size: int,
 
 
 def _raise_file_limit() -> int:
-    """Ten descriptors a rank: for many ranks the usual soft limit of 1,024 is too low. Returns the old one."""
+    """Ten descriptors a rank: the usual soft limit of 1,024 is low for many ranks. Returns the old one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # a hard limit above the kernel's own: the soft one stays
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

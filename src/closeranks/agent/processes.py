@@ -21,12 +21,23 @@ _CLEANER_GRACE_S = 4.0
 _OUR_NAMES = ("cr-spare", "cr-zygote")
 
 
+def _is_tool(pid: int) -> bool:
+    """Whether the agent itself has started this process, to be waited for where it was started.
+
+    Workers, the log pump and all that ranks start are in sessions of their own.
+    """
+    try:
+        return os.getsid(pid) == os.getsid(0)
+    except ProcessLookupError:
+        return False
+
+
 def reap_zombies(own: set[int]) -> int:
     """Reap dead orphans that were left to us, but not processes in ``own``; returns how many there were."""
     reaped = 0
     me = os.getpid()
     for pid, parent in procfs.parents().items():
-        if parent == me and pid not in own and procfs.state_of(pid) == "Z":
+        if parent == me and pid not in own and procfs.state_of(pid) == "Z" and not _is_tool(pid):
             with contextlib.suppress(ChildProcessError):
                 reaped += os.waitpid(pid, os.WNOHANG)[0] == pid
     return reaped
@@ -129,6 +140,7 @@ class Strays:
         kept = set(keep)
         kept.update(pid for root in keep for pid in procfs.descendants(root, parents))
         strays = [pid for pid in procfs.descendants(os.getpid(), parents) if pid not in kept]
+        strays = [pid for pid in strays if not _is_tool(pid)]
         if spare_waiting:
             strays = [pid for pid in strays if _name(pid) not in _OUR_NAMES]
         now = time.monotonic()

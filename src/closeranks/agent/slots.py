@@ -127,15 +127,16 @@ class Slots:
         return await self._source.make(count)
 
     def refill(self) -> None:
-        """Make what is missing, in the background; an error shows at the next ``take``."""
+        """Make what is missing, in the background."""
         if self._making is None and not self.ready and self._source is not None:
             self._making = asyncio.get_running_loop().create_task(self._make(self._count - len(self._spares)))
             self._making.add_done_callback(self._made)
 
     def _made(self, task: asyncio.Task[list[Spare]]) -> None:
-        if task is self._making and not task.cancelled() and task.exception() is None:
-            self._spares.extend(task.result())
+        if task is self._making and not task.cancelled():
             self._making = None
+            if task.exception() is None:  # else ``take`` tries again, and says what is wrong
+                self._spares.extend(task.result())
 
     async def take(self) -> list[Spare]:
         """A whole world of living spares. Raises ZygoteError when none can be made."""
@@ -163,13 +164,33 @@ class Slots:
     async def learn(self, modules: Sequence[str]) -> None:
         """Import what the script turned out to need, so that the next generation finds it imported."""
         new = [name for name in modules if name not in self._modules]
-        if new and self._source is not None and self._source.kind == "zygote":
-            self._modules.extend(new)
-            try:
-                await self._source.load(new)
-            except ZygoteError as error:
-                if self._source is not None and not self._source.ended:  # else the next ``_make`` sees to it
-                    self._fall_back(str(error), self._modules)
+        source = self._source
+        if not new or source is None or source.kind != "zygote":
+            return
+        try:
+            await source.load(new)
+            await self._renew()
+        except ZygoteError as error:
+            if source is self._source and not source.ended:  # else whoever needs it next sees to it
+                self._notice(f"can't import ahead what the script uses: {error}")
+                source.close()
+                self._source = self._new_zygote()
+                await self._start_source()
+        else:
+            self._modules.extend(new)  # for a zygote that takes this one's place
+
+    async def _renew(self) -> None:
+        """Put spares that have learned in the place of those that haven't."""
+        if self._making is not None:
+            await asyncio.wait({self._making})
+        old = list(self._spares)
+        making = self._making = asyncio.get_running_loop().create_task(self._make(self._count))
+        making.add_done_callback(self._made)
+        await asyncio.wait({making})
+        for spare in old:
+            if spare in self._spares and len(self._spares) > self._count:
+                self._spares.remove(spare)
+                spare.close()
 
     def pids(self) -> set[int]:
         """Processes that must outlive a generation: the zygote and the waiting spares."""

@@ -158,7 +158,7 @@ class Source:
         raise NotImplementedError
 
     async def load(self, modules: Sequence[str]) -> None:
-        """Import more modules before the next spare is made."""
+        """Import more modules, as far as that works, before the next spare is made."""
 
     def pids(self) -> set[int]:
         """Processes of the source itself."""
@@ -233,24 +233,20 @@ class ZygoteSource(Source):
         self._interpreter = interpreter
         self._lock = asyncio.Lock()
         self._socket: socket.socket | None = None
-        self.import_s = 0.0
         self.pid = 0
 
     async def start(self) -> None:
         """Start it and wait for its imports. Raises ZygoteError with the reason where it can't be used."""
-        arguments = [",".join(self._modules), *self._room]
-        self._socket, self.pid = _start_python(
-            "the zygote", "zygote", self._interpreter, self._environment, arguments
-        )
-        message = await self._receive(_READY_TIMEOUT_S, "the zygote did not become ready")
-        self.import_s = float(message.get("import_s", 0.0))
-        self._tell_failed(message)
-        if message.get("unsafe"):
-            raise ZygoteError(str(message["unsafe"]))
-
-    def _tell_failed(self, message: dict[str, Any]) -> None:
+        async with self._lock:  # who asks for workers meanwhile, waits
+            arguments = [",".join(self._modules), *self._room]
+            self._socket, self.pid = _start_python(
+                "the zygote", "zygote", self._interpreter, self._environment, arguments
+            )
+            message = await self._receive(_READY_TIMEOUT_S, "the zygote did not become ready")
         for failure in message.get("failed", []):
             self._notice(f"can't preload {failure['module']}: {failure['error']}")
+        if message.get("unsafe"):
+            raise ZygoteError(str(message["unsafe"]))
 
     async def _receive(self, timeout_s: float, complaint: str) -> dict[str, Any]:
         assert self._socket is not None
@@ -299,7 +295,7 @@ class ZygoteSource(Source):
         return _all_or_none(sockets, results)
 
     async def load(self, modules: Sequence[str]) -> None:
-        self._tell_failed(await self._ask({"type": "import", "modules": list(modules)}))
+        await self._ask({"type": "import", "modules": list(modules)})
 
     def pids(self) -> set[int]:
         return {self.pid} if self.pid else set()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from closeranks.diagnose.status import stack_text, status_text
-from closeranks.diagnose.text import clean, fold_ranks, join_ranks, to_ascii, width_of
+from closeranks.diagnose.text import clean, fold_ranks, to_ascii, width_of
 from closeranks.diagnose.view import View
 from closeranks.evidence import Evidence, EvidenceLine, Verdict
 
@@ -177,18 +177,21 @@ def _where(view: View, verdict: Verdict) -> list[str]:
     """The culprit's stack, and that of one who waits."""
     culprits = [r for r in verdict.culprit_ranks if r in view.ranks]
     others = [r for r in view.order if r not in culprits]
-    shown = [r for r in (*culprits, *others) if view.ranks[r].stack][: 2 if culprits else 1]
-    return [f"rank {join_ranks((r,))}'s stack: {stack_text(view.ranks[r])}" for r in shown]
+    shown = [(r, text) for r in (*culprits, *others) if (text := stack_text(view.ranks[r]))]
+    return [f"rank {rank}'s stack: {text}" for rank, text in shown[: 2 if culprits else 1]]
 
 
 def _traceback(view: View, verdict: Verdict) -> list[str]:
-    """The last lines of the culprit's own traceback, indentation kept."""
+    """The last lines of the traceback that ended the culprit, indentation kept. Where it only lost a peer in
+    the end, its traceback explains nothing."""
+    if verdict.kind != "exception":
+        return []
     for rank in verdict.culprit_ranks:
         error = view.ranks[rank].error if rank in view.ranks else None
         if error is not None and error.traceback.strip():
             lines = error.traceback[-32768:].rstrip().splitlines()
             shown = [" " * (len(text) - len(text.lstrip(" "))) + clean(text, 300) for text in lines]
-            shown = [text[2:] if text.startswith("  ") else text for text in shown if text.strip()]
+            shown = [text[2:] if text.startswith("  ") else text for text in shown if text.strip(" ^~")]
             return shown[-MAX_TRACEBACK_LINES:]
     return []
 

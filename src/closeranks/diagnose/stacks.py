@@ -33,7 +33,8 @@ _MAX_NAME_CHARS = 500  # faulthandler's own limit for file and function names
 
 # Python 3.14 puts the thread's name in brackets behind its number.
 _THREAD = re.compile(
-    r"(Thread|Current thread|Stack)(?: (0x[0-9a-fA-F]{1,16}))?(?: \[[^\n]{0,64}\])? \(most recent call first\):"
+    r"(Thread|Current thread|Stack)(?: (0x[0-9a-fA-F]{1,16}))?(?: \[[^\n]{0,64}\])?"
+    r" \(most recent call first\):"
 )
 _FRAME = re.compile(r'  File "([^\n]{0,600})", line (\d{1,9}|\?{3}) in ([^\n]{0,600})')
 

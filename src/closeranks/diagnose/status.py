@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
-from closeranks.diagnose.messages import Blame, read_error
+from closeranks.diagnose.messages import Blame, parse_traceback, read_error
 from closeranks.diagnose.stacks import in_collective, user_frame, why_blocked
 from closeranks.diagnose.text import clean, place
 from closeranks.diagnose.view import View
 from closeranks.events import signal_name
-from closeranks.evidence import ProcessFacts, RankEvidence
+from closeranks.evidence import Frame, ProcessFacts, RankEvidence
 from closeranks.policy.waits import Wait
 from closeranks.progress import Collective
 
@@ -105,8 +105,11 @@ def frame_text(entry: RankEvidence) -> str:
 
 def stack_text(entry: RankEvidence, depth: int = 4) -> str:
     """``train.py:61 train_step ← train.py:80 main``: the innermost frames of the user's own code, or of
-    anything where there are none."""
-    frames = [f for f in entry.stack if user_frame((f,)) is not None] or list(entry.stack)
+    anything where there are none. Of a rank that is gone, those of the traceback it left."""
+    stack = entry.stack
+    if not stack and entry.error is not None:
+        stack = tuple(Frame(*place, "") for place in reversed(parse_traceback(entry.error.traceback).places))
+    frames = [f for f in stack if user_frame((f,)) is not None] or list(stack)
     return " ← ".join(f"{place(f.file, f.line)} {clean(f.function, 60)}".rstrip() for f in frames[:depth])
 
 

@@ -56,7 +56,7 @@ def wait_for_order(sock: socket.socket) -> Order | None:
         return None
     message, fds = received
     if message["type"] == "go" and len(fds) == _ORDER_FDS + 1:
-        with open(fds.pop(), "rb") as file:
+        with os.fdopen(fds.pop(), "rb") as file:
             file.seek(0)  # its writer has left it at its end
             message = json.load(file)
     elif message["type"] != "go" or len(fds) != _ORDER_FDS:
@@ -142,7 +142,7 @@ def _reseed() -> None:
 
 def _install_stack_dump(fd: int) -> None:
     with contextlib.suppress(OSError, ValueError, RuntimeError):
-        # The main thread's stack alone: to walk the frames of threads that run meanwhile can crash the process.
+        # The main thread's stack alone: to walk the frames of threads that run meanwhile can crash us.
         faulthandler.register(linux.STACK_SIGNAL, file=fd, all_threads=False, chain=False)
         faulthandler.enable(file=fd, all_threads=True)
 

@@ -11,6 +11,11 @@ been observed to hold in this very process for a while:
 * the completed optimizer steps must be the same, once they have been the same at this line for long enough
   (a script in which they ever differ before that isn't in lockstep, and the rule is off for good);
 * two lines that have each met themselves on the other rank many times, and never anything else, don't meet.
+
+What DDP issues from C++ can't be compared. But its number can be counted, after each optimizer step: a rank
+that has issued fewer than in all steps before is held there, before the script saves what it has made of that
+step, until the others have completed it, too. If they did the same, that is at once. If they wait for what
+this rank has left out, it is for ever, and the agent sees who keeps whom waiting.
 """
 
 from __future__ import annotations
@@ -39,6 +44,10 @@ _LOCKSTEP_STEPS_SPARSE = 32  # where it is visited every so many steps: equal nu
 _PAIRED = 8
 _WAIT_FOR_KILL_S = 10.0
 _WAIT_SLICE_S = 0.01
+_HOLD_S = 30.0
+_HOLD_STEPS = 20  # or as long as so many steps take, where that is longer
+_HOLD_SLICE_S = 0.002
+_MOST_NEEDED = 2**20
 
 _U32 = 2**32 - 1
 _SAME_SHAPE = frozenset(
@@ -130,8 +139,15 @@ class NeighbourCheck:
         self._compared = [0] * size  # up to which of our positions, with each of them
         self._last: _Issued | None = None
         self._places = places  # all sites of this process, by file key and line
+        self._near = tuple(sorted(near - {rank}))
         self._step_rule = True
         self._off = False
+        # What the default group issues in a step, from Python and C++.
+        self._counted = 0  # up to here
+        self._usual = 0
+        self._streak = 0  # for so many steps in a row
+        self._needed = _LOCKSTEP_STEPS
+        self._step_ended_ns = 0
 
     def check(self, seq: int, kind: int, numel: int, site: Site, main_thread: bool) -> None:
         """Compare our newest record with the others'; on a proved mismatch say so and await the kill.
@@ -237,6 +253,40 @@ class NeighbourCheck:
         if other is not None:
             other.mixed = True
         return proved
+
+    def step_done(self, step: int, counted: int) -> None:
+        """The main optimizer has completed ``step``; the default group has issued ``counted`` by now."""
+        issued = counted - self._counted
+        self._counted = counted
+        now_ns = time.monotonic_ns()
+        took_ns, self._step_ended_ns = now_ns - self._step_ended_ns, now_ns
+        if issued == self._usual:
+            self._streak += 1
+            return
+        short = issued < self._usual and self._streak >= self._needed and not self._off
+        usual, self._usual, self._streak = self._usual, issued, 0
+        if short:
+            self._control.send(
+                {"type": "short_step", "step": step, "seq": counted, "issued": issued, "usual": usual}
+            )
+            self._hold_until_the_others_complete(step, counted, max(_HOLD_S, _HOLD_STEPS * took_ns / 1e9))
+            # It was nothing, or nobody cared: ask for twice the regularity before doing this again.
+            self._needed = min(2 * self._needed, _MOST_NEEDED)
+            self._step_ended_ns = time.monotonic_ns()
+
+    def _hold_until_the_others_complete(self, step: int, counted: int, limit_s: float) -> None:
+        writer = self._writer
+        next_position = writer.world_position + 1
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            if all(writer.step_of(neighbour) >= step for neighbour in self._near):
+                return
+            for neighbour in self._near:
+                # In a collective that we haven't issued, of a step that we have completed: no way back.
+                if writer.step_of(neighbour) < step and writer.is_inside(neighbour, next_position):
+                    self._desync(neighbour, counted + 1)
+                    return
+            time.sleep(_HOLD_SLICE_S)
 
     def _desync(self, neighbour: int, seq: int) -> None:
         """Say so, and don't issue it: until the agent has ended this generation no harm is done."""

@@ -82,6 +82,7 @@ class Groups:
         self._writer = writer
         self._sites = sites
         self._world: GroupState | None = None
+        self.world_check: NeighbourCheck | None = None
         self._others: dict[int, GroupState] = {}
         self._coalescing = c10d._world.pg_coalesce_state
 
@@ -128,6 +129,7 @@ class Groups:
         whole = size > 1 and group.size() == size and group.rank() == writer.rank == writer.local_rank
         if whole and _one_backend(group):
             state.check = NeighbourCheck(writer, STATE.control, self._sites.places)
+        self.world_check = state.check
         return state
 
     def _make_other(self, group: Any) -> GroupState:

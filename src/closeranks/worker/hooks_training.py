@@ -115,10 +115,14 @@ def after_optimizer_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     if entered is not None and entered[0] == id(optimizer):
         STATE.optimizer_phase = None
         back = entered[1] if entered[1] > Phase.START else Phase.TRAIN
-    writer = STATE.writer
+    writer, recorder = STATE.writer, STATE.recorder
     try:
-        if is_main:
-            writer.step_done(STATE.world_seq(), back)
+        if is_main and recorder is not None:
+            counted = recorder.groups.world_seq()
+            writer.step_done(counted, back)
+            check = recorder.groups.world_check
+            if check is not None and back is not None:
+                check.step_done(writer.step, counted)
         elif back is not None:  # a second optimizer's step is not another step of the training
             writer.leave_phase(back)
     except ValueError as error:

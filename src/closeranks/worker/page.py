@@ -337,6 +337,19 @@ class PageWriter:
             return None
         return words[slot + 1], words[slot + 2], words[slot + 3], words[slot + 4] & _U32
 
+    def step_of(self, local_rank: int) -> int:
+        """How many steps a neighbour has completed."""
+        steps: int = self.all_words[local_rank * PAGE_WORDS + _STEP]
+        return steps
+
+    def is_inside(self, local_rank: int, position: int) -> bool:
+        """Whether a neighbour's newest collective on the default group is at ``position``, and still open."""
+        u32 = self.all_u32
+        if u32[local_rank * PAGE_U32S + POSITION_U32] != position:
+            return False
+        at = (u32[local_rank * PAGE_U32S + PLACE_U32] & RING_MASK) * _RECORD_U32S
+        return bool(u32[local_rank * PAGE_U32S + _STATE_AT + at] == _ENTERED)
+
     def neighbour_record(self, local_rank: int, seq: int) -> tuple[int, int, int, int, int, int] | None:
         """A neighbour's (op, dtype, numel, step, line, file key) where we are; None: not there yet."""
         found = self.record_of(local_rank, self.world_position, seq)

@@ -30,8 +30,8 @@ from closeranks.worker import bootstrap
 __all__ = ["import_all", "main", "open_channel", "why_unsafe"]
 
 _ADOPTION_TIMEOUT_S = 5.0
-# What a module may raise while it is imported. Anything else ends the zygote; the agent then starts its workers
-# with exec, without what the user wanted preloaded, and says why.
+# What a module may raise while it is imported. Anything else ends the zygote; the agent then starts its
+# workers with exec, without what the user wanted preloaded, and says why.
 IMPORT_ERRORS = (
     ArithmeticError,
     AssertionError,
