@@ -2,7 +2,8 @@
 #
 #   make demo        a training run that loses ranks and comes back (a minute)
 #   make test        the tests
-#   make test-slow   those that take minutes: many kills in a row, the whole fault matrix
+#   make test-slow   those that take minutes: many kills in a row, the fault matrix
+#   make test-exhaustive  the rest of the fault matrix: every fault on each of eight ranks
 #   make check       linters, types, house rules, docs
 #   make bench       against torchrun and NVIDIA's resiliency extension, same machine, same script
 #   make docs        the documentation as a site, in build/site/
@@ -22,7 +23,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check bench docs clean
+.PHONY: help setup demo test test-slow test-exhaustive check bench docs clean
 
 help:
 	@sed -n 's/^#  //p' Makefile
@@ -72,7 +73,10 @@ test: setup
 	$(PYTEST) -m 'not slow and torch'
 
 test-slow: setup
-	$(PYTEST) -m slow
+	$(PYTEST) -m 'slow and not exhaustive'
+
+test-exhaustive: setup
+	$(PYTEST) -m exhaustive
 
 check: setup
 	$(BIN)/ruff check .

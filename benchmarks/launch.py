@@ -6,8 +6,8 @@
 
 Measured per job, all by the script's own log: *cold* = start of the command -> every rank past its first
 step; *recovery* = ``kill -9`` of one rank -> every rank past a step beyond the last one before the kill, with
-its new process, resumed from its checkpoint. Rounds are interleaved, so that a noisy machine is noisy for all;
-the ratio is taken round by round. Peers are used as their documentation says:
+its new process, resumed from its checkpoint. Rounds are interleaved, so that a noisy machine is noisy for
+all; the ratio is taken round by round. Peers are used as their documentation says:
 
 * ``torchrun``: default settings, and ``fair``: ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``, without which its
   restarts read the dead generation's keys on gloo (pytorch#135712);

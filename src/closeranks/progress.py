@@ -82,6 +82,9 @@ class Field(IntEnum):
     # plus collectives on it since; u32, written before it: that collective's place in the ring, counted on.
     WORLD_POSITION = 176
     WORLD_PLACE = 180
+    # While a rank is held after a step in which it issued fewer collectives than in all before: how many it
+    # issued | how many it usually does << 32. 0: it isn't held.
+    SHORT_STEP = 184
     USER_PHASE = 192  # 32 bytes, UTF-8, zero-padded: closeranks.phase("...")
 
 
@@ -195,6 +198,7 @@ class Page:
     collectives: tuple[Collective, ...] = ()
     groups: dict[int, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     rings: bool = False  # steps, collectives and groups were read; empty then means that there are none
+    short_step: tuple[int, int] | None = None  # held: collectives issued in its last step, and usually
 
     @property
     def phase_name(self) -> str:
@@ -272,6 +276,7 @@ def read_page(view: memoryview, *, rings: bool = True) -> Page | None:
     phase = _u64(view, Field.PHASE)
     absolute = _u64(view, Field.ABSOLUTE_STEP)
     desync = _u64(view, Field.DESYNC)
+    short = _u64(view, Field.SHORT_STEP)
     user = bytes(view[Field.USER_PHASE : Field.USER_PHASE + 32]).rstrip(b"\0").decode("utf-8", "replace")
     return Page(
         rank=_u64(view, Field.RANK),
@@ -297,4 +302,5 @@ def read_page(view: memoryview, *, rings: bool = True) -> Page | None:
         collectives=tuple(collectives),
         groups=groups,
         rings=rings,
+        short_step=(short & 0xFFFFFFFF, short >> 32) if short else None,
     )

@@ -114,8 +114,8 @@ def test_a_spare_becomes_an_ordinary_script(kind: str, tmp_path: Path) -> None:
             f"True {tmp_path} True",
         ]
         assert read_all(err).strip() == f"python -u {script} --x a b"
-        with open(pages, "rb") as file:
-            page = read_page(memoryview(file.read()))
+        page = read_page(memoryview(os.pread(pages, PAGE_BYTES, 0)))
+        os.close(pages)
         assert page is not None
         assert (page.rank, page.generation, page.pid) == (0, 3, spare.pid)
         spare.close()
@@ -164,7 +164,9 @@ def test_spares_die_when_their_maker_is_killed(kind: str) -> None:
         "asyncio.run(run())\n"
     )
     root = Path(__file__).parents[2]
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=root, text=True) as maker:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=root, text=True
+    ) as maker:
         assert maker.stdout is not None
         pids = [int(pid) for pid in maker.stdout.readline().split()]
         assert len(pids) >= 2

@@ -43,6 +43,7 @@ KINDS = (
     Kind("oom", ("exception", "out_of_memory"), "app.host_oom", extra=",limit_mb=300"),
 )
 SIZES = (2, 4, 8)
+EIGHT = {"kill", "stop", "skip", "hang-c"}  # of eight ranks the rest is `make test-exhaustive`
 QUICK = {("kill", 2), ("stop", 2), ("skip", 4), ("hang-c", 2), ("exception", 2), ("size", 2)}
 
 
@@ -51,6 +52,8 @@ def cells() -> list[pytest.ParameterSet]:
     for kind in KINDS:
         for world_size in SIZES:
             marks = [] if (kind.fault, world_size) in QUICK else [pytest.mark.slow]
+            if world_size == 8 and kind.fault not in EIGHT:
+                marks.append(pytest.mark.exhaustive)
             found.append(pytest.param(kind, world_size, marks=marks, id=f"{kind.fault}-{world_size}"))
     return found
 

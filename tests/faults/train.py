@@ -1,4 +1,4 @@
-"""The script that the fault tests break: unmodified PyTorch with DDP, one explicit collective, checkpoints."""
+"""What the fault tests break: unmodified PyTorch with DDP, one explicit collective, checkpoints."""
 
 import argparse
 import time

@@ -154,6 +154,26 @@ def test_preloads(run: Run, tmp_path: Path, name: str) -> None:
         assert job.text("out", rank, 1) == f"hello {rank} 1 {tmp_path}\n"
 
 
+OTHERS = [
+    path for path in map(shutil.which, ("python3.13", "python3.12", "python3.10", "/usr/bin/python3")) if path
+]
+
+
+@pytest.mark.parametrize("python", OTHERS)
+def test_another_interpreter(run: Run, tmp_path: Path, python: str) -> None:
+    """It need have neither torch nor closeranks."""
+    source = "import sys\nprint(sys.version_info[:3])\nprint([p for p in sys.path if 'closeranks' in p])"
+    plain = subprocess.run([python, "-c", source], capture_output=True, text=True, check=False)
+    if plain.returncode:
+        pytest.skip(f"{python} doesn't run")
+    done, job = run(script(tmp_path, source), env={"PYTHON_EXEC": python, "PYTHONPATH": ""})
+    if plain.stdout < "(3, 11":
+        assert done.returncode == 95
+        assert "ranks need Python 3.11 or newer" in done.stderr
+    else:
+        assert (done.returncode, job.text("out")) == (0, plain.stdout), done.stderr
+
+
 @pytest.mark.torch
 def test_what_the_script_imports_late_is_ready_at_the_restart(start: Start, tmp_path: Path) -> None:
     path = script(

@@ -1,5 +1,6 @@
 """Hooks on real torch and gloo, under code as scripts have it: what is recorded, flagged, left alone."""
 
+import contextlib
 import copy
 import importlib
 import inspect
@@ -27,7 +28,7 @@ from rank_harness import Ranks, init  # noqa: E402
 import closeranks  # noqa: E402
 from closeranks.progress import OPS, Phase, key_of  # noqa: E402
 from closeranks.worker import hooks, hooks_collectives, hooks_evidence  # noqa: E402
-from closeranks.worker.hooks_state import STATE  # noqa: E402
+from closeranks.worker.hooks_state import STATE, THREAD_NAME  # noqa: E402
 
 HERE = __file__
 importlib.import_module("torch._dynamo")  # an optimizer imports it: seconds, in each forked rank
@@ -531,6 +532,74 @@ def test_lockstep_at_a_distance_is_lockstep_too(tmp_path):
         assert ranks.page(0).step == 152  # before its 51st averaging, in step 153
 
 
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_a_step_that_ddp_has_not_synchronised_is_not_saved(tmp_path, culprit):
+    """Its all-reduce comes from C++, where nothing is compared: what a step issues is counted instead."""
+
+    def body(rank):
+        init(rank)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(1, 60):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            (tmp_path / f"saved-{rank}").write_text(str(step))
+
+    at = 20
+    with Ranks(body, 3, tmp_path, faults={culprit: [f"skip:step={at}"]}) as ranks:
+        ranks.until(lambda: ranks.heard(culprit, "short_step"))
+        time.sleep(0.5)
+        ranks.turn()
+        assert ranks.status == [None] * 3
+        assert ranks.page(culprit).short_step == (0, 1)
+        for rank in range(3):
+            assert ranks.page(rank).step == (at + 1 if rank == culprit else at)
+            assert (tmp_path / f"saved-{rank}").read_text() == str(at)
+            assert len(ranks.heard(rank, "short_step")) == (rank == culprit)
+        (said,) = ranks.heard(culprit, "short_step")
+        assert (said["step"], said["issued"], said["usual"]) == (at + 1, 0, 1)
+        # What it waits with is what the agent takes for a wait without end.
+        main = Path(f"/proc/{ranks.pids[culprit]}/task/{ranks.pids[culprit]}/wchan").read_text()
+        assert "futex" in main
+
+
+def test_a_lone_skipped_collective_is_flagged_before_its_step_is_saved(tmp_path):
+    def body(rank):
+        init(rank)
+        model, optimizer = model_and_optimizer()
+        for step in range(1, 60):
+            model(torch.ones(2, 4)).sum().backward()
+            dist.all_reduce(model.weight.grad)
+            optimizer.step()
+            (tmp_path / f"saved-{rank}").write_text(str(step))
+
+    with Ranks(body, 2, tmp_path, faults={0: ["skip:step=20"]}) as ranks:
+        assert ranks.wait() == [-9, -9]
+        assert ranks.all_heard("desync") and ranks.page(0).step == 21
+        assert int((tmp_path / "saved-0").read_text()) == 20
+
+
+def test_a_hold_has_an_end(tmp_path, monkeypatch):
+    from closeranks.worker import hooks_check
+
+    monkeypatch.setattr(hooks_check, "_HOLD_S", 0.3)
+    monkeypatch.setattr(hooks_check, "_HOLD_STEPS", 0)
+
+    def body(rank):
+        init(rank)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(30 + (rank == 1)):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        return True
+
+    with Ranks(body, 2, tmp_path, faults={1: ["skip:step=20"]}) as ranks:
+        assert ranks.results() == [True, True]  # nobody acted: off by one, but not hanging
+        assert ranks.page(1).short_step is None and len(ranks.heard(1, "short_step")) == 1
+
+
 def test_without_an_agent_that_kills_the_script_goes_on(tmp_path, monkeypatch):
     from closeranks.worker import hooks_check
 
@@ -575,6 +644,17 @@ def one_rank_never_steps(rank):
         if rank != 1:
             optimizer.step()
         dist.all_reduce(torch.ones(2))
+
+
+def one_rank_trains_for_all(rank):
+    """As in reinforcement learning: the others never step, and not every step of the trainer is sent to them."""
+    weights, optimizer = model_and_optimizer()
+    for n in range(40):
+        if rank == 0:
+            optimizer.step()
+        if n < 20 or n % 5 == 0:
+            dist.broadcast(weights.weight.data, 0)
+            dist.all_reduce(torch.ones(1))
 
 
 def uneven_all_to_all(rank):
@@ -696,8 +776,21 @@ def a_thread_that_averages_too(rank):
     thread.join()
 
 
+def synchronised_less_and_less(rank):
+    """As in post-local SGD, and with accumulation: steps with fewer collectives than before, on all ranks."""
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for n in range(80):
+        with contextlib.nullcontext() if n < 30 or n % 10 == 0 else model.no_sync():
+            model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        if rank == 1 and n % 7 == 0:
+            time.sleep(0.02)
+
+
 HEALTHY = [
-    subgroup_only, optimizers_of_their_own, one_rank_never_steps, uneven_all_to_all, local_sgd_by_time,
+    synchronised_less_and_less,
+    subgroup_only, optimizers_of_their_own, one_rank_never_steps, one_rank_trains_for_all, uneven_all_to_all, local_sgd_by_time,
     a_rank_first_then_the_others, uneven_inputs_with_join, everything_with_p2p_between, root_runs_ahead,
     many_asynchronous, a_byte_is_a_byte, evaluation_on_one_rank, uneven_objects, a_thread_that_averages_too,
 ]  # fmt: skip
@@ -1017,7 +1110,7 @@ def test_the_evidence_thread_answers_while_the_rank_hangs(tmp_path):
     with Ranks(body, 2, tmp_path) as ranks:
         ranks.until(lambda: len(ranks.page(0).collectives) == 2)
         names = [path.read_text().strip() for path in Path(f"/proc/{ranks.pids[0]}/task").glob("*/comm")]
-        assert hooks_evidence.THREAD_NAME in names
+        assert THREAD_NAME in names
         ranks.say(0, {"type": "ping", "id": 7})
         assert answers(ranks, "pong")["id"] == 7
         path = tmp_path / "0.json"

@@ -277,6 +277,27 @@ def test_the_first_desync_stays(pages):
     assert (page_of(pages, 0).desync_rank, page_of(pages, 0).desync_seq) == (2, 17)
 
 
+def test_a_held_rank_says_why(pages):
+    writer = PageWriter(pages, 0, 3, 0, 0)
+    assert page_of(pages, 0).short_step is None
+    writer.hold(0, 4)
+    assert page_of(pages, 0).short_step == (0, 4)
+    writer.hold()
+    assert page_of(pages, 0).short_step is None
+
+
+def test_whether_a_neighbour_is_inside(pages):
+    ours, theirs = two(pages)
+    theirs.step_done(3)
+    assert ours.step_of(1) == 1
+    position = ours.world_position + 1
+    assert not ours.is_inside(1, position)
+    token = theirs.collective_enter(1, 0, ALL_REDUCE, FLOAT32, 4, 0, 0)
+    assert ours.is_inside(1, position) and not ours.is_inside(1, position + 1)
+    theirs.collective_exit(token)
+    assert not ours.is_inside(1, position)
+
+
 def test_init_done(pages):
     writer = PageWriter(pages, 0, 3, 0, 0)
     writer.init_done()

@@ -10,7 +10,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 from closeranks import __version__
 from closeranks.agent import guard
 from closeranks.agent.control_socket import CONTROL_FILE, ControlSocket
+from closeranks.agent.private_dir import PrivateDir
 from closeranks.config import RunConfig
 from closeranks.errors import CloseranksError, ConfigError
 from closeranks.events import RunExit
@@ -32,8 +32,6 @@ _ACCELERATOR_NODES = (
     "/dev/dri/renderD128",
     "/dev/davinci0",
 )
-_STORE_BYTES = 4 << 20
-_STORE_FILES = 64
 _ASK_TORCH_TIMEOUT_S = 120.0
 _ASK_TORCH = """
 import sys, torch
@@ -76,25 +74,6 @@ def resolve_world_size(text: str, interpreter: str | None = None) -> int:
     return count
 
 
-def _has_room(directory: str) -> bool:
-    """Whether stores of many ranks will find their place there."""
-    try:
-        status = os.statvfs(directory)
-    except OSError:
-        return False
-    enough_files = status.f_files == 0 or status.f_favail >= _STORE_FILES  # 0: it doesn't count them
-    return enough_files and status.f_bavail * status.f_frsize >= _STORE_BYTES
-
-
-def _private_dir(job_id: str) -> Path:
-    """A directory for the generations' stores and the control socket: on tmpfs, else with temporary files."""
-    bases = [base for base in ("/dev/shm", os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir()) if base]
-    for base in sorted(bases, key=_has_room, reverse=True):  # stable: a full one is the last resort
-        with contextlib.suppress(OSError):
-            return Path(tempfile.mkdtemp(prefix=f"closeranks-{job_id[-24:]}-", dir=base))
-    raise ConfigError(f"no place for the ranks to meet: can't write to {' nor '.join(bases)}")
-
-
 def _fill_standard_streams() -> None:
     """/dev/null where one is closed (``closeranks run >&-``): else the next file opened would be it."""
     for fd in (0, 1, 2):
@@ -118,13 +97,13 @@ def launch(config: RunConfig) -> int:
 
     watched = guard.hold_signals(config.signals_to_handle)
     run_dir = create_run_dir(Path(config.runs_dir), config.job_name or Path(config.entrypoint.target).stem)
-    private_dir = _private_dir(run_dir.name)
+    private_dir = PrivateDir.make(run_dir.name)
 
     def agent(guard_pid: int) -> int:
-        return _agent(config, run_dir, private_dir, world_size, guard_pid)
+        return _agent(config, run_dir, private_dir.path, world_size, guard_pid)
 
     def clean_up() -> None:
-        shutil.rmtree(private_dir, ignore_errors=True)
+        private_dir.remove()
         with contextlib.suppress(OSError):
             (run_dir / CONTROL_FILE).unlink(missing_ok=True)
 

@@ -141,7 +141,7 @@ class Slots:
     async def take(self) -> list[Spare]:
         """A whole world of living spares. Raises ZygoteError when none can be made."""
         problem = ""
-        for _ in range(_ATTEMPTS):
+        for attempt in range(_ATTEMPTS):
             try:
                 if self._making is not None:
                     making, self._making = self._making, None
@@ -152,6 +152,8 @@ class Slots:
                 self._spares.extend(await self._make(self._count - len(self._spares)))
             except ZygoteError as error:
                 problem = str(error)
+                if attempt:  # once may be chance
+                    break
         taken, self._spares = self._spares[: self._count], self._spares[self._count :]
         if len(taken) < self._count:
             for spare in taken:

@@ -20,11 +20,12 @@ this rank has left out, it is for ever, and the agent sees who keeps whom waitin
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 
 from closeranks.progress import DTYPES, OPS
-from closeranks.worker.hooks_state import ControlLine
+from closeranks.worker.hooks_state import THREAD_NAME, ControlLine, name_thread
 from closeranks.worker.page import (
     PAGE_U32S,
     PAGE_WORDS,
@@ -46,7 +47,7 @@ _WAIT_FOR_KILL_S = 10.0
 _WAIT_SLICE_S = 0.01
 _HOLD_S = 30.0
 _HOLD_STEPS = 20  # or as long as so many steps take, where that is longer
-_HOLD_SLICE_S = 0.002
+_HOLD_SLICE_S = 0.005
 _MOST_NEEDED = 2**20
 
 _U32 = 2**32 - 1
@@ -260,33 +261,53 @@ class NeighbourCheck:
         self._counted = counted
         now_ns = time.monotonic_ns()
         took_ns, self._step_ended_ns = now_ns - self._step_ended_ns, now_ns
+        step_of = self._writer.step_of
+        together = all(-1 <= step_of(neighbour) - step <= 1 for neighbour in self._near)
         if issued == self._usual:
-            self._streak += 1
+            self._streak = self._streak + 1 if together else 0
             return
-        short = issued < self._usual and self._streak >= self._needed and not self._off
+        short = issued < self._usual and self._streak >= self._needed and together and not self._off
         usual, self._usual, self._streak = self._usual, issued, 0
         if short:
             self._control.send(
                 {"type": "short_step", "step": step, "seq": counted, "issued": issued, "usual": usual}
             )
+            self._writer.hold(issued, usual)
             self._hold_until_the_others_complete(step, counted, max(_HOLD_S, _HOLD_STEPS * took_ns / 1e9))
+            self._writer.hold()
             # It was nothing, or nobody cared: ask for twice the regularity before doing this again.
             self._needed = min(2 * self._needed, _MOST_NEEDED)
             self._step_ended_ns = time.monotonic_ns()
 
     def _hold_until_the_others_complete(self, step: int, counted: int, limit_s: float) -> None:
+        """Wait, as one waits for ever: that is what the agent must see, if this is what keeps all others.
+
+        So a thread of its own, under the name of those that always poll, looks after the neighbours.
+        """
+        position = self._writer.world_position
+        ahead: list[int] = []
+        release = threading.Lock()
+        release.acquire()
+
+        def watch() -> None:
+            name_thread()
+            deadline = time.monotonic() + limit_s
+            while time.monotonic() < deadline and not ahead:
+                if all(self._writer.step_of(neighbour) >= step for neighbour in self._near):
+                    break
+                ahead.extend(other for other in self._near if self._is_past_us(other, position, step))
+                time.sleep(_HOLD_SLICE_S)
+            release.release()
+
+        threading.Thread(target=watch, name=THREAD_NAME, daemon=True).start()
+        release.acquire()
+        if ahead:
+            self._desync(ahead[0], counted + 1)
+
+    def _is_past_us(self, neighbour: int, position: int, step: int) -> bool:
+        """In a collective that we haven't issued, of a step that we have completed: there is no way back."""
         writer = self._writer
-        next_position = writer.world_position + 1
-        deadline = time.monotonic() + limit_s
-        while time.monotonic() < deadline:
-            if all(writer.step_of(neighbour) >= step for neighbour in self._near):
-                return
-            for neighbour in self._near:
-                # In a collective that we haven't issued, of a step that we have completed: no way back.
-                if writer.step_of(neighbour) < step and writer.is_inside(neighbour, next_position):
-                    self._desync(neighbour, counted + 1)
-                    return
-            time.sleep(_HOLD_SLICE_S)
+        return writer.is_inside(neighbour, position + 1) and writer.step_of(neighbour) < step
 
     def _desync(self, neighbour: int, seq: int) -> None:
         """Say so, and don't issue it: until the agent has ended this generation no harm is done."""

@@ -7,7 +7,6 @@ one thread. That it answers at all is evidence: the process runs, and nobody hol
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import sys
@@ -19,12 +18,10 @@ from typing import Any
 
 from closeranks.errors import UsageError
 from closeranks.faults import parse_spec
-from closeranks.worker.hooks_state import STATE, ControlLine
+from closeranks.worker.hooks_state import STATE, THREAD_NAME, ControlLine, name_thread
 
-__all__ = ["THREAD_NAME", "flight_recorder", "group_statuses", "start_evidence_thread"]
+__all__ = ["flight_recorder", "group_statuses", "start_evidence_thread"]
 
-THREAD_NAME = "closeranks-ev"  # at most 15 bytes, as the kernel keeps it
-_PR_SET_NAME = 15
 _MAX_GROUPS = 256
 _MAX_MODULES = 2048
 
@@ -36,13 +33,8 @@ def start_evidence_thread(control: ControlLine) -> threading.Thread:
     return thread
 
 
-def _name_os_thread() -> None:
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, THREAD_NAME.encode(), 0, 0, 0)
-
-
 def _serve(control: ControlLine) -> None:
-    _name_os_thread()
+    name_thread()
     while True:
         request = control.receive()
         if request is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -14,7 +16,18 @@ if TYPE_CHECKING:
     from closeranks.worker.hooks_collectives import Recorder
     from closeranks.worker.page import PageWriter
 
-__all__ = ["STATE", "ControlLine", "HookState"]
+__all__ = ["STATE", "THREAD_NAME", "ControlLine", "HookState", "name_thread"]
+
+
+# How the agent knows our threads from the script's: at most 15 bytes, as the kernel keeps it.
+THREAD_NAME = "closeranks-ev"
+_PR_SET_NAME = 15
+
+
+def name_thread() -> None:
+    """Show the calling thread under THREAD_NAME in /proc, too."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, THREAD_NAME.encode(), 0, 0, 0)
 
 
 class ControlLine(Protocol):

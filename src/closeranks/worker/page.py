@@ -365,6 +365,10 @@ class PageWriter:
             own[_DESYNC_SEQ] = seq
             own[_DESYNC] = neighbour + 1
 
+    def hold(self, issued: int = 0, usual: int = 0) -> None:
+        """We are held after a step with fewer collectives than usual; without arguments: not any more."""
+        self._put(Field.SHORT_STEP, (issued & _U32) | (usual & _U32) << 32)
+
     # --- faults and names ---------------------------------------------------------------------------
 
     def fault_fired(self, number: int) -> None:

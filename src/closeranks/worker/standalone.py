@@ -9,12 +9,21 @@ from __future__ import annotations
 import os
 import sys
 
-if __name__ == "__main__" and sys.path and os.path.dirname(os.path.abspath(__file__)) == sys.path[0]:  # noqa: PTH100, PTH120
-    del sys.path[0]  # our own folder's names (store, page, ...) must not hide anybody's modules
+if __name__ == "__main__":
+    if sys.version_info < (3, 11):  # noqa: UP036 - PYTHON_EXEC names any
+        sys.exit("closeranks: ranks need Python 3.11 or newer, and %s is %s" % (sys.executable, sys.version))  # noqa: UP031
+    _here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
+    if sys.path and sys.path[0] == _here:
+        del sys.path[0]  # our own folder's names (store, page, ...) must not hide anybody's modules
+    # The interpreter that PYTHON_EXEC names may have no closeranks of its own.
+    sys.path.append(os.path.dirname(os.path.dirname(_here)))  # noqa: PTH120
 
 from closeranks import linux
 from closeranks.worker import bootstrap
 from closeranks.worker.zygote import import_all, open_channel
+
+if __name__ == "__main__":
+    sys.path.pop()  # nothing else is to be found there
 
 __all__ = ["main"]
 

@@ -3,9 +3,9 @@
 ProcessGroupGloo's destructor joins its worker threads while the Python thread that runs it holds the GIL.
 A worker thread that has just finished a collective needs the GIL to let go of the tensors' Python objects.
 Where the script ends within the GIL's switch interval (5 ms) after its last collective, neither can move: in
-torch 2.13 a plain DDP script ends so, now and then, under any launcher: DDP's reducer drops the last reference
-to the group. So we keep one, until the script is over: a group that dies by a Python reference does so
-without the GIL (torch binds it with ``intrusive_ptr_no_gil_destructor_class_``).
+torch 2.13 a plain DDP script ends so, now and then, under any launcher, as DDP's reducer drops the last
+reference to the group. So we keep one, until the script is over: a group that dies by a Python reference
+does so without the GIL (torch binds it with ``intrusive_ptr_no_gil_destructor_class_``).
 """
 
 from __future__ import annotations

@@ -14,8 +14,14 @@ from __future__ import annotations
 import os
 import sys
 
-if __name__ == "__main__" and sys.path and os.path.dirname(os.path.abspath(__file__)) == sys.path[0]:  # noqa: PTH100, PTH120
-    del sys.path[0]  # our own folder's names (store, page, ...) must not hide anybody's modules
+if __name__ == "__main__":
+    if sys.version_info < (3, 11):  # noqa: UP036 - PYTHON_EXEC names any
+        sys.exit("closeranks: ranks need Python 3.11 or newer, and %s is %s" % (sys.executable, sys.version))  # noqa: UP031
+    _here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
+    if sys.path and sys.path[0] == _here:
+        del sys.path[0]  # our own folder's names (store, page, ...) must not hide anybody's modules
+    # The interpreter that PYTHON_EXEC names may have no closeranks of its own.
+    sys.path.append(os.path.dirname(os.path.dirname(_here)))  # noqa: PTH120
 
 import contextlib
 import gc
@@ -26,6 +32,9 @@ from typing import Any
 
 from closeranks import linux, wire
 from closeranks.worker import bootstrap
+
+if __name__ == "__main__":
+    sys.path.pop()  # nothing else is to be found there
 
 __all__ = ["import_all", "main", "open_channel", "why_unsafe"]
 
@@ -56,9 +65,11 @@ def import_all(names: list[str]) -> list[dict[str, str]]:
 
     The current directory stays what it was, as scripts are named relative to it.
     """
-    failed = []
+    failed: list[dict[str, str]] = []
     here = bootstrap.out_of_the_way(os.open(".", os.O_PATH | os.O_DIRECTORY))
     for name in names:
+        if any(name.startswith(f"{failure['module']}.") for failure in failed):
+            continue
         try:
             importlib.import_module(name)
         except IMPORT_ERRORS as error:
