@@ -210,6 +210,22 @@ def test_an_exit_code_ends_the_others(run: Run, tmp_path: Path) -> None:
     assert "rank 1 exited with code 3" in done.stderr
 
 
+@pytest.mark.torch
+def test_the_place_of_an_error_is_in_the_script(run: Run, tmp_path: Path) -> None:
+    """Not in torch, where it was raised, nor in the wrappers through which the call went."""
+    path = script(
+        tmp_path,
+        """
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.all_reduce("no tensor")
+        """,
+    )
+    done, _ = run(path, torch=True)
+    assert done.returncode == 1
+    assert f"TypeError at {path}:4" in done.stderr
+
+
 def test_an_exception_behind_which_threads_run_on(run: Run, tmp_path: Path) -> None:
     """The interpreter waits for them; the others can't. After a grace the rank is taken for failed."""
     path = script(

@@ -152,7 +152,7 @@ def soak(start: Start, run: Run, folder: Path, kills: int, ranks: int) -> None:
     assert after["resident_kb"] <= before["resident_kb"] + 4096 + 64 * kills
     assert eventually(lambda: not zombies(job.agent), SOON_S), zombies(job.agent)
     (private,) = job.private_dirs()
-    assert sorted(path.name for path in private.iterdir()) == ["control", f"g{kills}"]
+    assert sorted(path.name for path in private.iterdir()) == ["control", f"g{kills}", "lock"]
     assert len(list((private / f"g{kills}").iterdir())) <= 2
 
     target = newest + 40

@@ -77,8 +77,15 @@ def test_nothing_outlives_the_launcher(family: Job, names: str) -> None:
     began = time.monotonic()
     family.assert_gone()
     took_s = time.monotonic() - began
-    assert not any(is_alive(pid) for pid in everything)
+    assert eventually(lambda: not any(is_alive(pid) for pid in everything), SOON_S)
     assert took_s < 3.0, "measured on a quiet machine: a tenth of a second"
+
+
+def test_the_guard_of_a_stopped_agent(family: Job) -> None:
+    agent = family.agent
+    os.kill(agent, signal.SIGSTOP)
+    os.kill(family.guard, signal.SIGKILL)
+    family.assert_gone()
 
 
 def test_a_kill_of_the_process_group_too(family: Job) -> None:
@@ -107,6 +114,28 @@ def test_the_stopped_too(start: Start, tmp_path: Path) -> None:
     os.kill(job.part("cr-zygote"), signal.SIGSTOP)
     os.kill(job.agent, signal.SIGKILL)
     job.assert_gone()
+
+
+def test_what_nobody_could_remove_the_next_job_does(start: Start, tmp_path: Path) -> None:
+    """All three killed at once: only a directory is left, and not for long. Those of living jobs stay."""
+    job = start("--nproc-per-node", 2, script(tmp_path, WORKS), 600)
+    wait_for_ranks(job, 2)
+    everything = job.running.pids()
+    (left,) = job.private_dirs()
+    for pid in (job.guard, job.keeper, job.agent):
+        os.kill(pid, signal.SIGKILL)
+    assert eventually(lambda: not any(is_alive(pid) for pid in everything), SOON_S)
+    assert left.exists()
+
+    other = start("--nproc-per-node", 1, script(tmp_path, WORKS), 600)
+    wait_for_ranks(other, 1)
+    (living,) = other.private_dirs()
+    for directory in (left, living):
+        os.utime(directory / "lock", (0, 0))  # a lock of the last seconds is left alone
+    third = start(script(tmp_path, "print('next')", name="next.py"))
+    assert third.running.wait().returncode == 0
+    assert not left.exists()
+    assert living.exists()
 
 
 def test_while_it_starts(start: Start, tmp_path: Path) -> None:

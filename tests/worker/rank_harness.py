@@ -141,7 +141,8 @@ class Ranks:
                 line.close()
                 continue
             self.messages[rank].append(received[0])
-            if received[0]["type"] == "desync" and self._kill_on_desync:
+            proved = received[0]["type"] == "desync" or "proved_by" in received[0]
+            if proved and self._kill_on_desync:
                 self.kill()
         for rank, pid in enumerate(self.pids):
             if self.status[rank] is None:

@@ -31,13 +31,16 @@ _FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 # The log pump ends by itself once every writer is dead, and so does who removes shared memory: they get this
 # long to finish.
 _LAST_WORK_S = 0.5
+_PARENT_DIED = signal.SIGRTMIN + 10
+_END_GRACE_S = 10.0  # for an agent whose guard was killed
+_LONG_S = 3600.0  # sigtimedwait takes no infinity
 _KILL_ROUNDS = 50
 _KILL_PAUSE_S = 0.01
 
 
-def watched_signals(names: Iterable[str]) -> set[signal.Signals]:
+def watched_signals(names: Iterable[str]) -> set[int]:
     """What the guard passes on: ``names`` and the usual ones, but no SIGHUP that is ignored, as by nohup."""
-    wanted = {signal.Signals[name] for name in (*_FORWARDED, *names)}
+    wanted: set[int] = {signal.Signals[name] for name in (*_FORWARDED, *names)}
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         wanted.discard(signal.SIGHUP)
     return wanted | {signal.SIGCHLD}
@@ -122,16 +125,26 @@ def _fork(child: Callable[[], int]) -> int:
         os._exit(code)
 
 
-def _guard(child: Callable[[], int], clean_up: Callable[[], None], watched: set[signal.Signals]) -> int:
-    """Run ``child`` in a fork, pass signals on to it, clear away what it leaves. Returns its exit code."""
+def _guard(child: Callable[[], int], clean_up: Callable[[], None], watched: set[int]) -> int:
+    """Run ``child`` in a fork, pass signals on to it, clear away what it leaves. Returns its exit code.
+
+    ``_PARENT_DIED`` among these signals means: ``child`` should end by itself now, and is killed if not.
+    """
     linux.become_subreaper()
     pid = _fork(child)
+    kill_at_s = float("inf")
     while True:
-        info = signal.sigwaitinfo(watched)
-        if info.si_signo != signal.SIGCHLD:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, info.si_signo)
-            continue
+        left_s = min(max(0.0, kill_at_s - time.monotonic()), _LONG_S)
+        info = signal.sigtimedwait(watched, left_s)
+        number = info.si_signo if info is not None else None
+        with contextlib.suppress(ProcessLookupError):
+            if time.monotonic() >= kill_at_s:
+                os.kill(pid, signal.SIGKILL)
+            elif number == _PARENT_DIED:
+                os.kill(pid, signal.SIGCONT)  # it can't see that while somebody has stopped it
+                kill_at_s = time.monotonic() + _END_GRACE_S
+            elif number is not None and number != signal.SIGCHLD:
+                os.kill(pid, number)
         done, status = os.waitpid(pid, os.WNOHANG)
         if done != pid:
             continue
@@ -144,14 +157,14 @@ def _guard(child: Callable[[], int], clean_up: Callable[[], None], watched: set[
         return code
 
 
-def hold_signals(names: Iterable[str]) -> set[signal.Signals]:
+def hold_signals(names: Iterable[str]) -> set[int]:
     """From now on signals wait for the guard: what is made before it runs is not left behind."""
     watched = watched_signals(names)
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     return watched
 
 
-def supervise(agent: Callable[[int], int], clean_up: Callable[[], None], watched: set[signal.Signals]) -> int:
+def supervise(agent: Callable[[int], int], clean_up: Callable[[], None], watched: set[int]) -> int:
     """Run ``agent(guard_pid)`` in a process of its own and guard it. Returns the exit code.
 
     ``watched`` is what ``hold_signals`` returned: the agent starts with these blocked, and unblocks them when
@@ -163,9 +176,14 @@ def supervise(agent: Callable[[int], int], clean_up: Callable[[], None], watched
     def keeper() -> int:
         os.setsid()
         linux.set_title("closeranks: keeper", "cr-keeper")
-        return _guard(named_agent, clean_up, watched)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {_PARENT_DIED})
+        linux.die_with_parent(_PARENT_DIED)
+        if os.getppid() != guard_pid:  # it died before that call
+            return 128 + signal.SIGKILL
+        return _guard(named_agent, clean_up, watched | {_PARENT_DIED})
 
     def named_agent() -> int:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {_PARENT_DIED})
         linux.set_title("closeranks: agent", "cr-agent")
         return agent(guard_pid)
 

@@ -135,14 +135,18 @@ def _raise_file_limit() -> int:
 
 
 async def _run(config: RunConfig, run_dir: Path, private_dir: Path, world_size: int, guard_pid: int) -> int:
+    from closeranks.agent.slots import Slots
+
+    began = time.monotonic()
+    file_limit = _raise_file_limit()
+    slots = Slots(config, world_size)
+    slots.open()  # before our own imports: torch's take the longest, and another core can do them meanwhile
     from closeranks.agent.console import Console
     from closeranks.agent.logs import LogPump
     from closeranks.agent.supervisor import Supervisor
     from closeranks.controller.job import JobController
     from closeranks.controller.journal import Journal
 
-    began = time.monotonic()
-    file_limit = _raise_file_limit()
     journal = Journal.create(run_dir / "journal.db")
     controller = JobController(journal, config.budget)
     node = socket.gethostname()
@@ -164,6 +168,7 @@ async def _run(config: RunConfig, run_dir: Path, private_dir: Path, world_size: 
         run_dir=run_dir,
         store_dir=private_dir,
         world_size=world_size,
+        slots=slots,
         controller=controller,
         pump=pump,
         console=console,

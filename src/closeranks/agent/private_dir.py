@@ -16,7 +16,7 @@ from pathlib import Path
 
 from closeranks.errors import ConfigError
 
-__all__ = ["PrivateDir"]
+__all__ = ["PrivateDir", "bases"]
 
 _PREFIX = "closeranks-"
 _LOCK = "lock"
@@ -32,25 +32,28 @@ class PrivateDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock_fd = os.open(path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        os.write(self._lock_fd, _boot_id())
         with contextlib.suppress(OSError):  # a file system without locks: nothing is swept there either
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     @classmethod
     def make(cls, job_id: str) -> PrivateDir:
         """Raises ConfigError where no place can be written to."""
-        bases = [
-            base for base in ("/dev/shm", os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir()) if base
-        ]
-        for base in bases:
+        for base in bases():
             _sweep(Path(base))
-        for base in sorted(bases, key=_has_room, reverse=True):  # stable: a full one is the last resort
+        for base in sorted(bases(), key=_has_room, reverse=True):  # stable: a full one is the last resort
             with contextlib.suppress(OSError):
                 return cls(Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{job_id[-24:]}-", dir=base)))
-        raise ConfigError(f"no place for the ranks to meet: can't write to {' nor '.join(bases)}")
+        raise ConfigError(f"no place for the ranks to meet: can't write to {' nor '.join(bases())}")
 
     def remove(self) -> None:
         """Remove it and all in it; may be called again."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def bases() -> list[str]:
+    """Where private directories go, the best place first."""
+    return [base for base in ("/dev/shm", os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir()) if base]
 
 
 def _has_room(directory: str) -> bool:
@@ -81,9 +84,19 @@ def _is_abandoned(directory: Path) -> bool:
     except OSError:
         return False
     try:
+        if os.read(fd, 64) != _boot_id():  # another host's, on a shared file system
+            return False
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # somebody lives there
         return False
     finally:
         os.close(fd)
     return True
+
+
+def _boot_id() -> bytes:
+    """What tells this host, since its last boot, from every other."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes()[:64]
+    except OSError:
+        return b""

@@ -46,10 +46,11 @@ def modules_to_preload(config: RunConfig) -> list[str]:
 class Slots:
     """The node's ready workers."""
 
-    def __init__(self, config: RunConfig, count: int, notice: Callable[[str], None]) -> None:
+    def __init__(self, config: RunConfig, count: int) -> None:
         self._config = config
         self._count = count
-        self._notice = notice
+        self._unheard: list[str] = []
+        self._notice: Callable[[str], None] = self._unheard.append
         self._modules = modules_to_preload(config)
         self._environment = env.base_environment(config, count, os.environ)
         self._room = _title_room(config)
@@ -69,8 +70,18 @@ class Slots:
         """How workers come to be: "zygote" or "exec"."""
         return self._source.kind if self._source is not None else ""
 
+    def speak_to(self, notice: Callable[[str], None]) -> None:
+        """Who hears what there is to notice, from now on and so far."""
+        self._notice = notice
+        for text in self._unheard:
+            notice(text)
+        self._unheard.clear()
+
+    def _say(self, text: str) -> None:
+        self._notice(text)
+
     def open(self) -> None:
-        """Start the imports; the first ``take`` waits for them."""
+        """Start the imports; the first ``take`` waits for them. To be called as early as can be."""
         if self._config.zygote and self._config.entrypoint.kind != "command":
             self._source = self._new_zygote()
         else:
@@ -79,7 +90,7 @@ class Slots:
 
     def _new_zygote(self) -> ZygoteSource:
         self._zygotes += 1
-        return ZygoteSource(self._modules, self._environment, self._room, self._notice, self._config.python)
+        return ZygoteSource(self._modules, self._environment, self._room, self._say, self._config.python)
 
     def _new_exec(self, modules: Sequence[str]) -> ExecSource:
         return ExecSource(modules, self._environment, self._room, self._config.python)

@@ -62,6 +62,7 @@ class Supervisor:
         run_dir: Path,
         store_dir: Path,
         world_size: int,
+        slots: Slots,
         controller: JobController,
         pump: LogPump,
         console: Console,
@@ -83,7 +84,8 @@ class Supervisor:
         self._finished = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._strays = Strays()
-        self.slots = Slots(config, world_size, self.notice)
+        self.slots = slots
+        slots.speak_to(self.notice)
         self.faults = FaultDelivery(config.inject, world_size, self)
         self.watch = Watch(self)
         self.incidents = Incidents(self, node, self.dispatch)
@@ -99,7 +101,6 @@ class Supervisor:
         loop.add_reader(guard_fd, self._guard_died, guard_fd)
         loop.add_reader(self.pump.fileno(), self._pump_said)
         self._signals.listen()
-        self.slots.open()
         self.dispatch(RunStarted())
         await self._finished.wait()
         assert self.finish is not None

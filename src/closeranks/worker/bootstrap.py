@@ -31,6 +31,7 @@ from closeranks.worker.control import Control
 
 __all__ = ["Order", "exec_command", "ignore_user_signals", "out_of_the_way", "run", "wait_for_order"]
 
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # noqa: PTH100, PTH120
 _USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 _ignored: set[signal.Signals] = set()
 _ORDER_FDS = 4  # stdout, stderr, pages, stacks; a fifth holds the order, if it isn't in the message itself
@@ -258,7 +259,7 @@ def _script_traceback(error: BaseException) -> types.TracebackType | None:
 def _place(entry: types.TracebackType | None) -> str:
     """``file:line`` of the innermost frame of the user's own code, else of the innermost frame."""
     frames = traceback.extract_tb(entry)
-    library = (f"{os.sep}site-packages{os.sep}", f"{os.sep}lib{os.sep}python", "<frozen ")
+    library = (f"{os.sep}site-packages{os.sep}", f"{os.sep}lib{os.sep}python", "<frozen ", _PACKAGE)
     own = [frame for frame in frames if not any(part in frame.filename for part in library)]
     chosen = own or frames
     return f"{chosen[-1].filename}:{chosen[-1].lineno}" if chosen else ""

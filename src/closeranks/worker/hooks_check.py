@@ -15,7 +15,8 @@ been observed to hold in this very process for a while:
 What DDP issues from C++ can't be compared. But its number can be counted, after each optimizer step: a rank
 that has issued fewer than in all steps before is held there, before the script saves what it has made of that
 step, until the others have completed it, too. If they did the same, that is at once. If they wait for what
-this rank has left out, it is for ever, and the agent sees who keeps whom waiting.
+this rank has left out, it is for ever, and the agent sees who keeps whom waiting; the page says why, and a
+message what proves it, where the others' collective is seen from Python.
 """
 
 from __future__ import annotations
@@ -269,40 +270,46 @@ class NeighbourCheck:
         short = issued < self._usual and self._streak >= self._needed and together and not self._off
         usual, self._usual, self._streak = self._usual, issued, 0
         if short:
-            self._control.send(
-                {"type": "short_step", "step": step, "seq": counted, "issued": issued, "usual": usual}
-            )
+            said = {"type": "short_step", "step": step, "seq": counted, "issued": issued, "usual": usual}
+            self._control.send(said)
             self._writer.hold(issued, usual)
-            self._hold_until_the_others_complete(step, counted, max(_HOLD_S, _HOLD_STEPS * took_ns / 1e9))
+            self._hold_until_the_others_complete(step, said, max(_HOLD_S, _HOLD_STEPS * took_ns / 1e9))
             self._writer.hold()
             # It was nothing, or nobody cared: ask for twice the regularity before doing this again.
             self._needed = min(2 * self._needed, _MOST_NEEDED)
             self._step_ended_ns = time.monotonic_ns()
 
-    def _hold_until_the_others_complete(self, step: int, counted: int, limit_s: float) -> None:
+    def _hold_until_the_others_complete(self, step: int, said: dict[str, object], limit_s: float) -> None:
         """Wait, as one waits for ever: that is what the agent must see, if this is what keeps all others.
 
         So a thread of its own, under the name of those that always poll, looks after the neighbours.
         """
         position = self._writer.world_position
-        ahead: list[int] = []
         release = threading.Lock()
         release.acquire()
 
         def watch() -> None:
             name_thread()
             deadline = time.monotonic() + limit_s
-            while time.monotonic() < deadline and not ahead:
-                if all(self._writer.step_of(neighbour) >= step for neighbour in self._near):
-                    break
-                ahead.extend(other for other in self._near if self._is_past_us(other, position, step))
-                time.sleep(_HOLD_SLICE_S)
-            release.release()
+            proved = False
+            try:
+                while time.monotonic() < deadline:
+                    if all(self._writer.step_of(neighbour) >= step for neighbour in self._near):
+                        break
+                    for neighbour in () if proved else self._near:
+                        if self._is_past_us(neighbour, position, step):
+                            proved = True
+                            self._control.send({**said, "proved_by": neighbour})
+                            break
+                    time.sleep(_HOLD_SLICE_S)
+            finally:
+                release.release()
 
-        threading.Thread(target=watch, name=THREAD_NAME, daemon=True).start()
+        try:
+            threading.Thread(target=watch, name=THREAD_NAME, daemon=True).start()
+        except RuntimeError:
+            return  # no thread to be had: then we can't wait either
         release.acquire()
-        if ahead:
-            self._desync(ahead[0], counted + 1)
 
     def _is_past_us(self, neighbour: int, position: int, step: int) -> bool:
         """In a collective that we haven't issued, of a step that we have completed: there is no way back."""

@@ -177,7 +177,6 @@ def main(argv: list[str]) -> None:
         from closeranks.worker import hooks
 
         hooks.prepare()
-    gc.collect()
     gc.freeze()  # objects that live for ever needn't be visited, and copied, by each child's collector
     wire.send(
         sock,
