@@ -20,7 +20,8 @@ AGENT = """
     linux.become_subreaper()
 
     def start(*command, session=True):
-        process = subprocess.Popen(command or ["sleep", "600"], start_new_session=session)
+        null = subprocess.DEVNULL
+        process = subprocess.Popen(command or ["sleep", "600"], start_new_session=session, stdout=null)
         process.returncode = 0  # or Popen itself would reap it at some moment
         return process.pid
 
@@ -119,6 +120,7 @@ def test_pythons_resource_tracker_is_a_cleaner() -> None:
         while b"resource_tracker" not in open(f"/proc/{_resource_tracker._pid}/cmdline", "rb").read():
             time.sleep(0.01)  # it is forked, and has yet to become that
         print(is_cleaner(_resource_tracker._pid), is_cleaner(os.getpid()), is_cleaner(start()))
+        asyncio.run(Strays().finish(set()))
     """
     assert agent(program) == ["True False False"]
 

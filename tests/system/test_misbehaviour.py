@@ -258,7 +258,7 @@ FLOOD = """
             print("tick", tick, flush=True)
             slowest = max(slowest, time.monotonic() - before)
             time.sleep(0.01)
-        assert slowest < 1.0, slowest
+        assert slowest < 2.0, slowest
     print("done", flush=True)
 """
 
@@ -310,7 +310,7 @@ def test_a_full_disk(run: Run, tmp_path: Path) -> None:
     if os.system(f"mount -t tmpfs -o size=1m tmpfs '{small}' 2>/dev/null") != 0:
         pytest.skip("may not mount")
     try:
-        path = script(tmp_path, FLOOD.replace("slowest < 1.0", "True"))
+        path = script(tmp_path, FLOOD.replace("slowest < 2.0", "True"))
         done, _ = run("--nproc-per-node", 2, path, 8_000_000)
         assert done.returncode == 0, done.stderr
         assert "logs can't be written (No space left on device)" in done.stderr

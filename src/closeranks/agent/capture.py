@@ -169,8 +169,9 @@ def _aborted_by(lines: Sequence[str]) -> str:
     return next((line for line in reversed(lines) if _ABORT_LINE.search(line)), "")
 
 
-def _facts(ranks: Sequence[Rank]) -> dict[int, ProcessFacts | None]:
-    table = procfs.ProcessTable.take()
+def _facts(ranks: Sequence[Rank], *, children: bool) -> dict[int, ProcessFacts | None]:
+    """/proc of the ranks. To find their children takes a look at all processes: tens of ms on a large host."""
+    table = procfs.ProcessTable.take() if children else procfs.ProcessTable({}, {})
     return {rank.rank: procfs.read_process(rank.pid, table=table) for rank in ranks}
 
 
@@ -220,7 +221,7 @@ async def capture(
     living = world.alive()
     facts: dict[int, ProcessFacts | None] = {}
     if budget.hang:
-        facts = _facts(living)
+        facts = _facts(living, children=True)
     answers = asyncio.gather(
         take_stacks(world.ranks, budget.answers_s),
         ask_flight_recorder(world.ranks, recorder_dir, budget.answers_s),
@@ -228,7 +229,7 @@ async def capture(
     )
     await asyncio.sleep(0)  # the requests are out
     if not budget.hang:
-        facts = _facts(living)
+        facts = _facts(living, children=False)
     stacks, _, native = await answers
     ranks = []
     for rank in world.ranks:
