@@ -123,3 +123,25 @@ def test_parameters_are_those_of_an_undisturbed_run(
     assert plain.returncode == broken.returncode == 0, broken.stderr
     assert final_line(plain.stdout) == final_line(broken.stdout)
     assert "incident 0001" in broken.stderr and "incident 0002" not in broken.stderr
+
+
+@pytest.mark.torch
+def test_a_barrier_skipped_beside_collectives_from_cpp_is_proved(
+    run_closeranks: Callable[..., object], tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    script = SCRIPT.with_name("skip_barrier.py")
+    done = run_closeranks("run", "--nproc-per-node", "2", "--log-dir", runs, script)
+    assert done.returncode == 0, done.stderr
+    (verdict,) = verdicts(runs)
+    assert verdict["kind"] == "skip_collective", verdict
+    assert [culprit["rank"] for culprit in verdict["culprits"]] == [1], verdict
+
+
+def test_a_fault_for_a_rank_that_is_not_there_is_refused(
+    run_closeranks: Callable[..., object], tmp_path: Path
+) -> None:
+    script = SCRIPT.with_name("skip_barrier.py")
+    done = run_closeranks("run", "--nproc-per-node", "2", "--inject", "kill:rank=9,step=3", script)
+    assert done.returncode == 2
+    assert "there is no rank 9" in done.stderr and "Traceback" not in done.stderr

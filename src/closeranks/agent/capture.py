@@ -170,7 +170,7 @@ def _aborted_by(lines: Sequence[str]) -> str:
 
 
 def _facts(ranks: Sequence[Rank], *, children: bool) -> dict[int, ProcessFacts | None]:
-    """/proc of the ranks. To find their children takes a look at all processes: tens of ms on a large host."""
+    """/proc of the ranks. Finding their children takes a look at every process there is: tens of ms."""
     table = procfs.ProcessTable.take() if children else procfs.ProcessTable({}, {})
     return {rank.rank: procfs.read_process(rank.pid, table=table) for rank in ranks}
 

@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from closeranks.diagnose import screen
@@ -46,6 +47,8 @@ class Console:
     ) -> None:
         """The incident's screen."""
         width = shutil.get_terminal_size((100, 24)).columns if self._colour else 100
+        if next_generation is None:
+            verdict = replace(verdict, action="no restart")
         text = screen.render(
             evidence,
             verdict,

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from closeranks.agent.world import Rank, World
 from closeranks.controller.job import JobController
+from closeranks.errors import UsageError
 from closeranks.faults import MAX_FAULTS, FaultSpec, carried_out_by_worker, format_spec, parse_spec
 
 __all__ = ["FaultDelivery"]
@@ -47,7 +48,12 @@ class FaultDelivery:
         self._faults: list[_Fault] = []
         self._timers: list[asyncio.TimerHandle] = []
         for text in specs:
-            self._plan(parse_spec(text))
+            spec = parse_spec(text)
+            if spec.rank is not None and spec.rank >= world_size:
+                raise UsageError(
+                    f"--inject {text}: there is no rank {spec.rank}: ranks are 0 to {world_size - 1}"
+                )
+            self._plan(spec)
 
     def _plan(self, spec: FaultSpec) -> _Fault:
         rank = spec.rank if spec.rank is not None else random.randrange(self._world_size)

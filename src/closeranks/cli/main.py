@@ -66,6 +66,10 @@ def _dispatch(argv: list[str]) -> int:
         return 0
     if verb not in VERBS:
         raise _unknown(verb)
+    try:
+        os.getcwd()  # noqa: PTH109 - pathlib is not needed to start
+    except FileNotFoundError:
+        raise UsageError("the current directory no longer exists; change to one that does") from None
     module = importlib.import_module(VERBS[verb][0])
     return int(module.main(rest)) if getattr(module, "RAW", False) else _parsed_main(verb, module, rest)
 

@@ -80,6 +80,8 @@ def _incident(args: argparse.Namespace) -> str:
 
     incidents = find_run(args.run, args.runs_dir) / "incidents"
     known = sorted(path.name for path in incidents.iterdir()) if incidents.is_dir() else []
+    if args.incident.isdigit():
+        args.incident = args.incident.zfill(4)  # as the report counts them
     if args.incident not in known:
         listed = ", ".join(known) or "none"
         raise RunNotFound(f"no incident {args.incident!r} in {incidents}; there are: {listed}")

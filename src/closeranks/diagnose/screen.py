@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from closeranks.diagnose.stacks import user_frame
 from closeranks.diagnose.status import stack_text, status_text
 from closeranks.diagnose.text import clean, fold_ranks, to_ascii, width_of
 from closeranks.diagnose.view import View
@@ -176,7 +177,8 @@ def _grouped(view: View, ranks: Iterable[int]) -> list[tuple[list[int], str]]:
 def _where(view: View, verdict: Verdict) -> list[str]:
     """The culprit's stack, and that of one who waits."""
     culprits = [r for r in verdict.culprit_ranks if r in view.ranks]
-    others = [r for r in view.order if r not in culprits]
+    # Of a rank that only reports its lost peer or is on its way out, the stack shows libraries alone.
+    others = [r for r in view.order if r not in culprits and user_frame(view.ranks[r].stack) is not None]
     shown = [(r, text) for r in (*culprits, *others) if (text := stack_text(view.ranks[r]))]
     return [f"rank {rank}'s stack: {text}" for rank, text in shown[: 2 if culprits else 1]]
 

@@ -32,6 +32,8 @@ _SYMMETRIC = frozenset(
 _SAME_SIZE = frozenset(
     {"all_reduce", "reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor"}
 )
+# Named alike by torch.distributed and by the flight recorder of every backend.
+_SAME_WORDS = frozenset({"all_reduce", "broadcast", "reduce", "barrier"})
 _SAME_DTYPE = _SAME_SIZE - {"broadcast"}
 # An exception leaves its collective's record open; further back than this such a record no longer counts.
 _OPEN_WITHIN = 16
@@ -158,12 +160,11 @@ def _came_with_another(op: Op, sample: RankSample) -> bool:
         for record in reversed(_records(page, op.group)):
             if record.seq == op.seq:
                 return _differs(op.record, record)
+    there = [other.name for other in _pending(sample) if (other.group, other.seq) == (op.group, op.seq)]
     if op.record is None and op.name:
-        return any(
-            other.group == op.group and other.seq == op.seq and other.name not in ("", op.name)
-            for other in _pending(sample)
-        )
-    return False
+        return any(name not in ("", op.name) for name in there)
+    # One seen by the hooks, the other issued from C++: only where both witnesses use the same words.
+    return op.name in _SAME_WORDS and any(name in _SAME_WORDS - {op.name} for name in there)
 
 
 def hopeless(rank: int, op: Op, samples: Mapping[int, RankSample], world: frozenset[int]) -> Hopeless | None:
