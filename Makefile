@@ -20,7 +20,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
-PYTEST := $(BIN)/python -m pytest
+PYTEST_FLAGS ?=
+PYTEST := $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-exhaustive check bench docs clean
