@@ -113,7 +113,7 @@ def test_where_it_cant_be_made_the_error_says_what_to_do(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"--runs-dir DIR") as caught:
+    with pytest.raises(ConfigError, match=r"--log-dir DIR") as caught:
         create_run_dir(place, "train.py")
     assert caught.value.exit_code == 2
 

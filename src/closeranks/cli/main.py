@@ -66,15 +66,15 @@ def _dispatch(argv: list[str]) -> int:
         return 0
     if verb not in VERBS:
         raise _unknown(verb)
-    try:
-        os.getcwd()  # noqa: PTH109 - pathlib is not needed to start
-    except FileNotFoundError:
-        raise UsageError("the current directory no longer exists; change to one that does") from None
     module = importlib.import_module(VERBS[verb][0])
     return int(module.main(rest)) if getattr(module, "RAW", False) else _parsed_main(verb, module, rest)
 
 
 def _parsed_main(verb: str, module: ModuleType, argv: list[str]) -> int:
+    try:
+        os.getcwd()  # noqa: PTH109 - pathlib is not needed to start
+    except FileNotFoundError:
+        raise UsageError("the current directory no longer exists; change to one that does") from None
     from closeranks.cli.parser import Parser
 
     parser = Parser(prog=f"closeranks {verb}", description=module.HELP)

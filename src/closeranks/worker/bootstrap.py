@@ -29,7 +29,15 @@ from closeranks.progress import PAGE_BYTES, Phase
 from closeranks.worker import teardown
 from closeranks.worker.control import Control
 
-__all__ = ["Order", "exec_command", "ignore_user_signals", "out_of_the_way", "run", "wait_for_order"]
+__all__ = [
+    "Order",
+    "exec_command",
+    "ignore_user_signals",
+    "out_of_the_way",
+    "run",
+    "unblock_signals",
+    "wait_for_order",
+]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # noqa: PTH100, PTH120
 _USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
@@ -63,6 +71,11 @@ def wait_for_order(sock: socket.socket) -> Order | None:
     elif message["type"] != "go" or len(fds) != _ORDER_FDS:
         return None
     return Order(message, sock, *fds)
+
+
+def unblock_signals() -> None:
+    """The agent starts us while it holds its own signals back, and a script has to hear them."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
 def ignore_user_signals() -> None:

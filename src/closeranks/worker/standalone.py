@@ -31,6 +31,7 @@ __all__ = ["main"]
 def main(argv: list[str]) -> None:
     """``standalone.py CHANNEL_FD AGENT_PID MODULES ...``: import, say hello, wait, run."""
     linux.die_with_parent()
+    bootstrap.unblock_signals()
     sock = open_channel(argv[1])
     if os.getppid() != int(argv[2]):
         os._exit(1)

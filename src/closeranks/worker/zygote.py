@@ -164,6 +164,7 @@ def _serve(zygote: socket.socket, agent_pid: int) -> bootstrap.Order:
 def main(argv: list[str]) -> None:
     """``zygote.py CHANNEL_FD AGENT_PID MODULES ...``: import, then serve. The rest makes room for titles."""
     linux.die_with_parent()
+    bootstrap.unblock_signals()
     sock = open_channel(argv[1])
     agent_pid = int(argv[2])
     if os.getppid() != agent_pid:
