@@ -104,14 +104,6 @@ class Strays:
         """
         return await self._kill(keep, spare_waiting=True)
 
-    def any_below(self, ranks: set[int], keep: set[int]) -> bool:
-        """Whether ranks that have just been sent SIGKILL leave anything for ``kill`` to see to.
-
-        To be called while they die, so that the look at all processes costs the restart nothing. They fork no
-        more (a fork with a fatal signal pending fails), and stay in the table until we reap them.
-        """
-        return bool(set(self._find(keep, spare_waiting=True)) - ranks)
-
     async def finish(self, keep: set[int]) -> list[int]:
         """As ``kill``, at the end of the job: waiting workers too, and cleaners once they had their time."""
         await self._kill(keep, spare_waiting=False)

@@ -27,6 +27,7 @@ __all__ = ["ExecSource", "Source", "Spare", "ZygoteSource", "python_command"]
 
 _READY_TIMEOUT_S = 600.0  # torch on a cold network file system takes minutes; death is seen at once anyway
 _HELLO_TIMEOUT_S = 60.0
+_REAP_TRIES = 50  # a millisecond each
 _END_TIMEOUT_S = 1.0  # between the end of a process's line and its own
 _END_PAUSE_S = 0.005
 _WORKER = Path(closeranks.__file__).parent / "worker"
@@ -301,12 +302,17 @@ class ZygoteSource(Source):
         return {self.pid} if self.pid else set()
 
     def close(self) -> None:
-        """End it; whoever reaps orphans reaps it, and not before this."""
+        """End it, and reap it if it ends at once; else whoever reaps orphans does, and not before this."""
         if self._socket is not None:
             self._socket.close()
         if self.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                for _ in range(_REAP_TRIES):
+                    if os.waitpid(self.pid, os.WNOHANG)[0]:
+                        break
+                    time.sleep(0.001)
             self.pid = 0
 
 

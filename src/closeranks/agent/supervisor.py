@@ -194,10 +194,10 @@ class Supervisor:
         world.failing = True
         self.watch.end(world)
         world.kill()
-        keep = self.slots.pids() | {self.pump.pid or 0}
-        has_strays = self._strays.any_below({rank.pid for rank in world.ranks}, keep)
         left = await world.wait_dead(_DEAD_TIMEOUT_S)
-        strays = await self._strays.kill(keep | {rank.pid for rank in left}) if has_strays or left else []
+        strays = await self._strays.kill(
+            self.slots.pids() | {self.pump.pid or 0} | {rank.pid for rank in left}
+        )
         stuck = [rank.pid for rank in left] + strays
         if stuck:
             self.notice(
