@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +106,12 @@ class Job:
         return {int(name[5:]): pid for pid, name in living.items() if name.startswith("rank ")}
 
     def _only(self, parent: int, name: str) -> int:
-        pids = [pid for pid in children(parent) if comm(pid) == name]
+        pids: list[int] = []
+        for _ in range(100):  # a process that is just being forked still has its maker's name
+            pids = [pid for pid in children(parent) if comm(pid) == name]
+            if len(pids) == 1:
+                break
+            time.sleep(0.02)
         assert len(pids) == 1, f"{len(pids)} children of {parent} are called {name}"
         return pids[0]
 

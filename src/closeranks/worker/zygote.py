@@ -115,9 +115,9 @@ def _become_worker(agent_pid: int, zygote: socket.socket, fd: int, others: list[
     zygote.close()
     for other in others:
         os.close(other)
+    linux.set_title("closeranks: spare", "cr-spare")
     os.setsid()
     _wait_for_adoption(agent_pid)
-    linux.set_title("closeranks: spare", "cr-spare")
     order = bootstrap.wait_for_order(socket.socket(fileno=fd))
     if order is None:
         os._exit(0)
