@@ -154,6 +154,22 @@ def wait_for_ranks(job: Job, count: int) -> dict[int, int]:
     return found
 
 
+def settled_spares(job: Job, count: int) -> list[int]:
+    """The waiting workers, once they stay the same for a while: they are renewed after a first step."""
+    seen: list[int] = []
+    since_s = 0.0
+
+    def stay() -> bool:
+        nonlocal seen, since_s
+        now = job.parts("cr-spare")
+        if now != seen:
+            seen, since_s = now, time.monotonic()
+        return len(seen) == count and time.monotonic() - since_s > 1.0
+
+    assert eventually(stay, SOON_S * 2), seen
+    return seen
+
+
 def open_files(pid: int) -> list[str]:
     """What the descriptors of a process lead to."""
     found = []

@@ -191,7 +191,9 @@ def test_another_zygote_takes_over(start: Start, tmp_path: Path) -> None:
         wait_for_ranks(job, 2)
     assert eventually(lambda: len(job.parts("cr-spare")) == 2, SOON_S)
     assert job.part("cr-zygote") != zygote
-    assert "the zygote is gone: it was killed by SIGKILL; starting another one" in job.running.stderr
+    # Said where it was missed first: at the next fork, or while it was to import what the script uses.
+    said = ("starting another one", "can't import ahead what the script uses")
+    assert any(text in job.running.stderr for text in said), job.running.stderr
     assert "no zygote" not in job.running.stderr
     os.kill(job.guard, signal.SIGTERM)
     assert job.running.wait(SOON_S).returncode == 143
