@@ -15,7 +15,19 @@ from pathlib import Path
 import pytest
 
 from conftest import eventually
-from system.rig import SOON_S, Job, Run, Start, children, comm, is_alive, open_files, script, wait_for_ranks
+from system.rig import (
+    SOON_S,
+    Job,
+    Run,
+    Start,
+    children,
+    comm,
+    is_alive,
+    open_files,
+    script,
+    settled_spares,
+    wait_for_ranks,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -89,8 +101,7 @@ def agent_state(job: Job) -> dict[str, int]:
 
 def settled(job: Job, ranks: int) -> dict[str, int]:
     """The agent's state once its spares stand ready."""
-    assert eventually(lambda: len(job.parts("cr-spare")) == ranks, SOON_S * 2)
-    time.sleep(0.3)
+    settled_spares(job, ranks)
     return agent_state(job)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from conftest import eventually
-from system.rig import SOON_S, Job, Run, Start, is_alive, script, wait_for_ranks
+from system.rig import SOON_S, Job, Run, Start, is_alive, script, settled_spares, wait_for_ranks
 
 # Each rank with a child as DataLoader has them, a grandchild, a daemon, and one that ignores what it can.
 FAMILY = """
@@ -182,14 +182,14 @@ def test_the_log_pump_is_started_again(start: Start, tmp_path: Path) -> None:
 def test_another_zygote_takes_over(start: Start, tmp_path: Path) -> None:
     job = start("--nproc-per-node", 2, script(tmp_path, WORKS), 600, torch=True)
     wait_for_ranks(job, 2)
-    assert eventually(lambda: len(job.parts("cr-spare")) == 2, SOON_S)
+    settled_spares(job, 2)
     zygote = job.part("cr-zygote")
     os.kill(zygote, signal.SIGKILL)
     for generation in (1, 2):
         os.kill(wait_for_ranks(job, 2)[0], signal.SIGKILL)
         job.running.wait_for(f"generation {generation}")
         wait_for_ranks(job, 2)
-    assert eventually(lambda: len(job.parts("cr-spare")) == 2, SOON_S)
+    settled_spares(job, 2)
     assert job.part("cr-zygote") != zygote
     # Said where it was missed first: at the next fork, or while it was to import what the script uses.
     said = ("starting another one", "can't import ahead what the script uses")
