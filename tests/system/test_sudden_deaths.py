@@ -204,13 +204,13 @@ def test_another_zygote_takes_over(start: Start, tmp_path: Path) -> None:
 @pytest.mark.torch
 def test_a_zygote_that_is_always_killed_is_given_up(start: Start, tmp_path: Path) -> None:
     job = start(script(tmp_path, WORKS), 600, torch=True)
-    for generation in range(5):
+    for generation in range(6):
         job.running.wait_for(f"generation {generation}")
-        assert eventually(lambda: len(job.parts("cr-spare")) == 1, SOON_S)
+        settled_spares(job, 1)
         for pid in job.parts("cr-zygote") + job.parts("cr-spare"):
             os.kill(pid, signal.SIGKILL)
         os.kill(wait_for_ranks(job, 1)[0], signal.SIGKILL)
-    job.running.wait_for("generation 5")
+    job.running.wait_for("generation 6")
     assert job.running.stderr.count("starting another one") == 3
     assert job.running.stderr.count("no zygote, workers are started one by one") == 1
     assert job.parts("cr-zygote") == []
