@@ -22,6 +22,7 @@ import importlib.util
 import json
 import os
 import platform
+import select
 import shutil
 import signal
 import socket
@@ -144,28 +145,45 @@ def end(process: subprocess.Popen[bytes]) -> None:
     time.sleep(0.3)
 
 
-def fault(pid: int, scenario: str) -> None:
-    os.kill(pid, signal.SIGSTOP if scenario == "stop" else signal.SIGKILL)
+@dataclass
+class Fault:
+    """By the monotonic clock, in ns: sent; victim dead (a kill; by a pidfd of our own); recovered."""
+
+    sent_ns: int
+    dead_ns: int | None
+    recovered_ns: int | None
 
 
-def noticed_after(runs: Path, killed_ns: list[int]) -> list[float]:
-    """Seconds from each kill to the first exit that the agent's journal knows of after it."""
-    (journal,) = [path for path in runs.glob("*/journal.db") if not path.parent.is_symlink()]
-    exits = sorted(record.mono_ns for record in read(journal) if record.kind == "rank_exited")
-    first = [next((ns for ns in exits if ns > when_ns), None) for when_ns in killed_ns]
-    return [(ns - when_ns) / 1e9 for ns, when_ns in zip(first, killed_ns, strict=True) if ns is not None]
+def strike(pid: int, scenario: str) -> tuple[int, int | None]:
+    """Send the fault; returns when, and when the victim was dead."""
+    with contextlib.closing(os.fdopen(os.pidfd_open(pid), closefd=True)) as watched:
+        poll = select.poll()
+        poll.register(watched, select.POLLIN)
+        sent_ns = time.monotonic_ns()
+        os.kill(pid, signal.SIGSTOP if scenario == "stop" else signal.SIGKILL)
+        if scenario == "stop":
+            return sent_ns, None
+        poll.poll(5000)
+        return sent_ns, time.monotonic_ns()
 
 
-def measure(
-    system: str, ranks: int, scenario: str, kills: int = 1
-) -> tuple[Sample, list[float], list[float]]:
+def one_fault(folder: Path, ranks: int, scenario: str, victim: int) -> Fault:
+    before = last_records(folder, ranks)
+    assert before is not None
+    pids = {pid for _, pid, _ in before}
+    sent_ns, dead_ns = strike(before[victim][1], scenario)
+    limit_s = RECOVERY_LIMIT_S * (2 if scenario == "stop" else 1)
+    step = max(at for _, _, at in before)
+    return Fault(sent_ns, dead_ns, wait_for(folder, ranks, step, pids, limit_s))
+
+
+def measure(system: str, ranks: int, scenario: str, kills: int = 1) -> tuple[Sample, dict[str, list[float]]]:
     """One job: its cold start, then ``kills`` faults, each recovered before the next.
 
-    Returns the sample, the recovery times, and (closeranks) the times until the agent knew.
+    Returns the sample, and for closeranks the stages of its recoveries in seconds.
     """
-    sample, recoveries = Sample(system, ranks), []
-    noticed: list[float] = []
-    killed_ns: list[int] = []
+    sample, faults = Sample(system, ranks), list[Fault]()
+    stages: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="launch-", dir="/dev/shm") as name:
         folder = Path(name)
         arguments, environment = command(system, ranks, folder, folder / "runs")
@@ -177,35 +195,48 @@ def measure(
             try:
                 first_ns = wait_for(folder, ranks, -1, set(), START_LIMIT_S)
                 if first_ns is None:
-                    return sample, recoveries, noticed
+                    return sample, stages
                 sample.cold_s = (first_ns - began_ns) / 1e9
                 for number in range(kills):
                     time.sleep(0.6 if kills == 1 else 0.35)
-                    killed_ns.append(time.monotonic_ns())
-                    seconds = one_fault(folder, ranks, scenario, victim=(number + 1) % ranks)
-                    if seconds is None:
+                    faults.append(one_fault(folder, ranks, scenario, victim=(number + 1) % ranks))
+                    if faults[-1].recovered_ns is None:
                         break
-                    recoveries.append(seconds)
-                sample.recovery_s = recoveries[0] if recoveries else None
+                    if number == 0:
+                        sample.recovery_s = (faults[0].recovered_ns - faults[0].sent_ns) / 1e9
                 if system == "closeranks":
-                    noticed = noticed_after(folder / "runs", killed_ns)
+                    stages = stages_of(faults, folder / "runs")
             finally:
                 if "-v" in sys.argv:
                     print((folder / "output").read_text("utf-8", "replace")[-3000:])
                 end(process)
-    return sample, recoveries, noticed
+    return sample, stages
 
 
-def one_fault(folder: Path, ranks: int, scenario: str, victim: int) -> float | None:
-    before = last_records(folder, ranks)
-    assert before is not None
-    pids = {pid for _, pid, _ in before}
-    when_ns = time.monotonic_ns()
-    fault(before[victim][1], scenario)
-    limit_s = RECOVERY_LIMIT_S * (2 if scenario == "stop" else 1)
-    step = max(at for _, _, at in before)
-    after_ns = wait_for(folder, ranks, step, pids, limit_s)
-    return None if after_ns is None else (after_ns - when_ns) / 1e9
+def stages_of(faults: list[Fault], runs: Path) -> dict[str, list[float]]:
+    """Seconds from stage to stage of each recovered fault, by our clock and the agent's journal.
+
+    *named* is when evidence and verdict are there, which is when policy is asked.
+    """
+    (journal,) = [path for path in runs.glob("*/journal.db") if not path.parent.is_symlink()]
+    records = [(record.kind, record.mono_ns) for record in read(journal)]
+    stages: dict[str, list[float]] = {}
+    for fault in faults:
+        if fault.recovered_ns is None:
+            continue
+        knew = next(ns for kind, ns in records if kind in ("rank_exited", "detected") and ns > fault.sent_ns)
+        named = next(ns for kind, ns in records if kind == "evidence" and ns > fault.sent_ns)
+        spans = {
+            "fault to next step": (fault.sent_ns, fault.recovered_ns),
+            "fault to named": (fault.sent_ns, named),
+            "named to next step": (named, fault.recovered_ns),
+        }
+        if fault.dead_ns is not None:
+            spans["kill to death, by a pidfd of the benchmark"] = (fault.sent_ns, fault.dead_ns)
+            spans["death to agent knows"] = (fault.dead_ns, max(knew, fault.dead_ns))
+        for what, (start_ns, end_ns) in spans.items():
+            stages.setdefault(what, []).append((end_ns - start_ns) / 1e9)
+    return stages
 
 
 def quantile(values: list[float], q: float) -> float:
@@ -244,7 +275,7 @@ def compare(args: argparse.Namespace) -> tuple[list[str], list[Sample]]:
     for number in range(args.rounds):
         for ranks in args.ranks:
             for system in present:
-                sample, _, _ = measure(system, ranks, args.scenario)
+                sample, _ = measure(system, ranks, args.scenario)
                 samples.append(sample)
                 print(f"round {number + 1}/{args.rounds}  {sample}", file=sys.stderr, flush=True)
     lines = ["| system | ranks | what | median [min-max], n | peer / closeranks |", "|---|---|---|---|---|"]
@@ -254,17 +285,17 @@ def compare(args: argparse.Namespace) -> tuple[list[str], list[Sample]]:
     return lines, samples
 
 
-def endurance(args: argparse.Namespace) -> tuple[list[str], dict[str, list[float]]]:
+def endurance(args: argparse.Namespace) -> tuple[list[str], dict[str, dict[str, list[float]]]]:
     lines = ["| ranks | faults recovered | what | p50 | p90 | p99 | max |", "|---|---|---|---|---|---|---|"]
-    all_recoveries = {}
+    by_ranks = {}
     for ranks in args.ranks:
-        _, recoveries, noticed = measure("closeranks", ranks, args.scenario, kills=args.kills)
-        for what, values in (("fault to next step", recoveries), ("death to agent knows", noticed)):
-            cells = [f"{quantile(values, q) * 1e3:.0f} ms" if values else "-" for q in (0.5, 0.9, 0.99, 1.0)]
-            row = " | ".join((str(ranks), f"{len(recoveries)} of {args.kills}", what, *cells))
-            lines.append(f"| {row} |")
-        all_recoveries[str(ranks)] = recoveries
-    return lines, all_recoveries
+        _, stages = measure("closeranks", ranks, args.scenario, kills=args.kills)
+        by_ranks[str(ranks)] = stages
+        recovered = f"{len(stages.get('fault to next step', []))} of {args.kills}"
+        for what, values in stages.items():
+            cells = [f"{quantile(values, q) * 1e3:.0f} ms" for q in (0.5, 0.9, 0.99, 1.0)]
+            lines.append("| " + " | ".join((str(ranks), recovered, what, *cells)) + " |")
+    return lines, by_ranks
 
 
 def header(args: argparse.Namespace) -> list[str]:
