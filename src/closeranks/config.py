@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["BudgetConfig", "Entrypoint", "HangConfig", "LogConfig", "RunConfig", "StdStreams"]
+__all__ = [
+    "DEFAULT_RUNS_DIR",
+    "BudgetConfig",
+    "Entrypoint",
+    "HangConfig",
+    "LogConfig",
+    "RunConfig",
+    "StdStreams",
+]
+
+DEFAULT_RUNS_DIR = "closeranks-runs"  # in the directory where a run is started
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +111,7 @@ class RunConfig:
     master_addr: str = "127.0.0.1"
     master_port: int | None = None
     local_addr: str | None = None
-    runs_dir: str = "closeranks-runs"
+    runs_dir: str = DEFAULT_RUNS_DIR
     job_name: str | None = None
     zygote: bool = True
     preload: tuple[str, ...] = ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import json
+import os
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -54,12 +55,21 @@ def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
     if not packet:
         return None
-    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-        raise ProtocolError("a packet was larger than the limit and was dropped")
+    try:
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            raise ProtocolError("a packet was larger than the limit and was dropped")
+        return _parse(packet), list(fds)
+    except ProtocolError:
+        for fd in fds:  # nobody else will know of them
+            os.close(fd)
+        raise
+
+
+def _parse(packet: bytes) -> dict[str, Any]:
     try:
         message = json.loads(packet)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"a packet was not JSON: {error}") from error
     if not isinstance(message, dict) or not isinstance(message.get("type"), str):
         raise ProtocolError("a packet was not an object with a type")
-    return message, list(fds)
+    return message

@@ -315,10 +315,12 @@ def test_a_stop_is_passed_on_and_ends_as_a_shell_shows_it(stop, code):
     assert stop.reason in finish.reason
 
 
-def test_ranks_that_use_the_grace_to_finish_end_the_job_with_0():
+def test_ranks_that_use_the_grace_to_finish_were_stopped_all_the_same():
     job = running()
     job.feed(TERM)
-    assert job.finish(AllRanksSucceeded(0)).exit_code == 0
+    finish = job.finish(AllRanksSucceeded(0))
+    assert finish.exit_code == 143
+    assert finish.reason.startswith("stopped by SIGTERM") and finish.reason.endswith("ended by itself")
     assert job.feed(GenerationDown(0)) == []
 
 

@@ -145,11 +145,11 @@ def resident_mb():
 def test_leak_grows_at_every_step_for_as_long_as_asked(tmp_path):
     def body(writer, control):
         before = resident_mb()
-        injector = FaultInjector([(0, parse_spec("leak:step=2,mb=8,for=3"))], writer, control)
+        injector = FaultInjector([(0, parse_spec("leak:step=2,mb=32,for=3"))], writer, control)
         sizes = []
         for step in range(1, 8):
             injector.optimizer_step(step)
-            sizes.append(round((resident_mb() - before) / 8))
+            sizes.append(round((resident_mb() - before) / 32))
         return [sizes, injector.idle]
 
     with Ranks(body, 1, tmp_path, with_torch=False) as ranks:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from closeranks.controller.runs import JOURNAL_NAME
 from closeranks.diagnose import screen
 from closeranks.events import Finish
 from closeranks.evidence import Evidence, Verdict
@@ -43,18 +44,25 @@ class Console:
         self._write(f"{head} {mark}{text}\n".encode("utf-8", "replace"))
 
     def incident(
-        self, evidence: Evidence, verdict: Verdict, directory: Path, *, next_generation: int | None
+        self,
+        evidence: Evidence,
+        verdict: Verdict,
+        directory: Path,
+        *,
+        next_generation: int | None,
+        injected: bool,
     ) -> None:
-        """The incident's screen."""
+        """The incident's screen. ``injected``: it was asked for."""
         width = shutil.get_terminal_size((100, 24)).columns if self._colour else 100
         if next_generation is None:
             verdict = replace(verdict, action="no restart")
+        next_step = f"generation {next_generation}" if next_generation is not None else "the job stops"
         text = screen.render(
             evidence,
             verdict,
             width=max(60, min(width, 120)),
             colour=self._colour,
-            next_step=f"generation {next_generation}" if next_generation is not None else "the job stops",
+            next_step=f"{next_step} · injected" if injected else next_step,
             run_hint=str(directory),
             clock=time.strftime("%H:%M:%S"),
         )
@@ -68,7 +76,8 @@ class Console:
             return
         level = "info" if finish.exit_code == 0 else "error"
         times = f"{incidents} incident{'s' if incidents != 1 else ''}"
-        hint = f" · closeranks report {run_dir.name}" if incidents or finish.exit_code else ""
+        kept = (run_dir / JOURNAL_NAME).exists()
+        hint = f" · closeranks report {run_dir.name}" if kept and (incidents or finish.exit_code) else ""
         self.tell(level, f"{finish.reason} · {elapsed_s:.1f} s · {times}{hint}")
 
     def internal_error(self, error: BaseException) -> None:

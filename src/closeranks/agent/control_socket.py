@@ -57,7 +57,8 @@ class ControlSocket:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            reply = self._answer(writer, await asyncio.wait_for(reader.readline(), _REQUEST_TIMEOUT_S))
+            line = await asyncio.wait_for(reader.readline(), _REQUEST_TIMEOUT_S)
+            reply = await self._answer(writer, line)
             writer.write(json.dumps(reply).encode() + b"\n")
             await writer.drain()
         except (TimeoutError, ValueError, OSError):
@@ -65,7 +66,7 @@ class ControlSocket:
         finally:
             writer.close()
 
-    def _answer(self, writer: asyncio.StreamWriter, line: bytes) -> dict[str, Any]:
+    async def _answer(self, writer: asyncio.StreamWriter, line: bytes) -> dict[str, Any]:
         sock = writer.get_extra_info("socket")
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
         _, uid, _ = _UCRED.unpack(credentials)
@@ -80,7 +81,7 @@ class ControlSocket:
             return {"ok": True, **self._supervisor.status()}
         if kind == "inject":
             try:
-                return self._supervisor.faults.inject(parse_spec(str(request.get("spec", ""))))
+                return await self._supervisor.faults.inject(parse_spec(str(request.get("spec", ""))))
             except UsageError as error:
                 return {"ok": False, "error": str(error)}
         return {"ok": False, "error": f"unknown request {kind!r}"}

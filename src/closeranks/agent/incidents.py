@@ -155,7 +155,10 @@ class Incidents:
             follows = (
                 world.generation if world is not None and world.generation > evidence.generation else None
             )
-            self._owner.console.incident(evidence, verdict, directory, next_generation=follows)
+            injected = bool(self._owner.faults.fired_in(evidence.generation))
+            self._owner.console.incident(
+                evidence, verdict, directory, next_generation=follows, injected=injected
+            )
 
 
 def _unexplained(world: World, trigger: Trigger, incident_id: str) -> Failure:

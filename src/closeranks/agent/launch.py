@@ -140,14 +140,17 @@ async def _run(config: RunConfig, run_dir: Path, private_dir: Path, world_size: 
     began = time.monotonic()
     file_limit = _raise_file_limit()
     slots = Slots(config, world_size)
-    slots.open()  # before our own imports: torch's take the longest, and another core can do them meanwhile
+    slots.open()
+    # Here the zygote starts, before our own imports: torch's take the longest, and another core can do them.
+    await asyncio.sleep(0)
     from closeranks.agent.console import Console
     from closeranks.agent.logs import LogPump
     from closeranks.agent.supervisor import Supervisor
     from closeranks.controller.job import JobController
     from closeranks.controller.journal import Journal
+    from closeranks.controller.runs import JOURNAL_NAME
 
-    journal = Journal.create(run_dir / "journal.db")
+    journal = Journal.create(run_dir / JOURNAL_NAME)
     controller = JobController(journal, config.budget)
     node = socket.gethostname()
     controller.note(

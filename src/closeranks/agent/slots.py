@@ -87,6 +87,7 @@ class Slots:
         else:
             self._source = self._new_exec(self._modules)
         self._making = asyncio.get_running_loop().create_task(self._first())
+        self._making.add_done_callback(self._made)
 
     def _new_zygote(self) -> ZygoteSource:
         self._zygotes += 1

@@ -6,6 +6,7 @@ a restart takes neither an import nor a fork.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import os
@@ -16,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import closeranks
 from closeranks import wire
@@ -128,7 +129,8 @@ async def receive_one(sock: socket.socket, timeout_s: float, complaint: str) -> 
     sock.setblocking(False)
     loop.add_reader(sock, ready)
     try:
-        await asyncio.wait_for(readable, timeout_s)
+        async with asyncio.timeout(timeout_s):  # wait_for swallows a cancellation that comes with the answer
+            await readable
         received = wire.receive(sock)
     except TimeoutError:
         raise ZygoteError(f"{complaint} within {timeout_s:.0f} s") from None
@@ -145,26 +147,29 @@ async def receive_one(sock: socket.socket, timeout_s: float, complaint: str) -> 
     return received[0]
 
 
-class Source:
+class Source(abc.ABC):
     """Makes spares. Two implementations, one behaviour: see ``tests/agent/test_spares.py``."""
 
-    kind = ""
+    kind: ClassVar[str]
     ended = False  # its process died, was killed or doesn't answer: another one may do better
 
+    @abc.abstractmethod
     async def start(self) -> None:
         """Get ready to make spares. Raises ZygoteError when that can't be done."""
 
+    @abc.abstractmethod
     async def make(self, count: int) -> list[Spare]:
         """``count`` new spares. Raises ZygoteError; spares made before the error are let go."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     async def load(self, modules: Sequence[str]) -> None:
         """Import more modules, as far as that works, before the next spare is made."""
 
+    @abc.abstractmethod
     def pids(self) -> set[int]:
         """Processes of the source itself."""
-        return set()
 
+    @abc.abstractmethod
     def close(self) -> None:
         """End the source's own process. Spares already made live on."""
 
@@ -186,6 +191,9 @@ class ExecSource(Source):
         self._environment = environment
         self._room = list(room)
         self._starting: set[int] = set()
+
+    async def start(self) -> None:
+        """There is nothing to get ready: each worker does its own imports."""
 
     def _spawn(self) -> tuple[socket.socket, int]:
         arguments = [",".join(self._modules), *self._room]
@@ -212,6 +220,9 @@ class ExecSource(Source):
 
     async def load(self, modules: Sequence[str]) -> None:
         self._modules.extend(name for name in modules if name not in self._modules)
+
+    def close(self) -> None:
+        """It has no process of its own; workers that are still starting end when their line closes."""
 
 
 class ZygoteSource(Source):

@@ -27,6 +27,7 @@ from closeranks.agent.watch import Watch
 from closeranks.agent.world import Rank, World
 from closeranks.config import RunConfig
 from closeranks.controller.job import JobController
+from closeranks.controller.runs import JOURNAL_NAME
 from closeranks.errors import CloseranksError
 from closeranks.events import (
     Action,
@@ -91,6 +92,7 @@ class Supervisor:
         self.incidents = Incidents(self, node, self.dispatch)
         self._starter = Starter(self, store_dir)
         self._signals = Signals(self, self._stop_requested)
+        self._run_dir_lost = False
 
     # --- life ---------------------------------------------------------------------------------------
 
@@ -165,6 +167,15 @@ class Supervisor:
         """Something the user should know and nobody has to act on."""
         self.controller.note("notice", {"level": "warning", "text": text})
         self.console.tell("warning", text)
+
+    def check_run_dir(self) -> None:
+        """Say it once when someone has deleted the run directory: its journal can't be read any more."""
+        if not self._run_dir_lost and not (self.run_dir / JOURNAL_NAME).exists():
+            self._run_dir_lost = True
+            self.notice(
+                f"{self.run_dir} was deleted while the job runs: training goes on and faults are still "
+                "survived, but this run has no report, and its logs are lost"
+            )
 
     # --- actions ------------------------------------------------------------------------------------
 
@@ -261,6 +272,10 @@ class Supervisor:
             return
         elif kind == "raised" and rank.error is not None:
             asyncio.get_running_loop().call_later(_RAISED_GRACE_S, self._raised_long_ago, world, rank)
+        elif kind == "short_step" and "proved_by" in message:
+            issued, usual = message.get("issued"), message.get("usual")
+            detail = f"rank {rank.rank} ended a step after {issued} of its usual {usual} collectives"
+            self.fail(now_trigger("desync", (rank.rank,), detail))
         elif kind == "desync":
             detail = f"rank {rank.rank} is about to issue another collective than its neighbour"
             self.fail(now_trigger("desync", (rank.rank,), detail))

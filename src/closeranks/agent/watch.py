@@ -143,6 +143,7 @@ class Watch:
         if now >= self._janitor_s:
             self._janitor_s = now + _JANITOR_EVERY_S
             self._reap_orphans(world)
+            self._owner.check_run_dir()
         self._look_for_hangs(seen, pages, observed_s, asked)
         if self._seen is seen:
             self._schedule()
@@ -243,6 +244,7 @@ class Watch:
         now = seen.last_look_s
         if asked and seen.gathering is None and now - seen.gathered_s > _DETAIL_EVERY_S:
             seen.gathering = asyncio.get_running_loop().create_task(self._gather(seen, asked))
+            seen.gathering.add_done_callback(self._gathered)
 
     def _found(self, seen: _Seen, finding: hang.Finding) -> None:
         trigger = finding.trigger
@@ -284,8 +286,17 @@ class Watch:
                 reply is not None,
                 seen.stack_ids.get(rank.rank, ""),
             )
-        seen.gathered_s = time.monotonic()
-        seen.gathering = None
+
+    def _gathered(self, task: asyncio.Task[None]) -> None:
+        """However it went: without this, one error would end hang detection without a word."""
+        seen = self._seen
+        if seen is not None and seen.gathering is task:
+            seen.gathering = None
+            seen.gathered_s = time.monotonic()
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._owner.console.internal_error(error)
+            self.blind("its evidence could not be gathered")
 
 
 def _stack_id(text: str) -> str:

@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 import closeranks
+from closeranks.config import DEFAULT_RUNS_DIR
 from closeranks.errors import ConfigError
 
 __all__ = ["HELP", "configure", "main"]
@@ -35,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, default=120, help="training steps (default: 120, at least 80)")
     parser.add_argument(
-        "--runs-dir", default="closeranks-runs", help="where runs are kept (default: %(default)s)"
+        "--runs-dir", default=DEFAULT_RUNS_DIR, help="where runs are kept (default: %(default)s)"
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON document on stdout, the rest on stderr"

@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from closeranks.config import DEFAULT_RUNS_DIR
 from closeranks.errors import RunNotFound, UsageError
 from closeranks.faults import KINDS, format_spec, parse_spec
 
@@ -47,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--run", default="latest", help="the job: id, prefix or directory (default: the latest)"
     )
     parser.add_argument(
-        "--runs-dir", default="closeranks-runs", help="where runs are kept (default: %(default)s)"
+        "--runs-dir", default=DEFAULT_RUNS_DIR, help="where runs are kept (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
@@ -82,14 +83,17 @@ def _spec(args: argparse.Namespace) -> str:
     text = args.fault
     if settings:
         text += ("," if ":" in text else ":") + ",".join(settings)
-    if "generation=" not in text:
-        # In a running job the present generation is meant, whichever that is.
-        text += ("," if ":" in text else ":") + "generation=any"
-    return format_spec(parse_spec(text))
+    spec = parse_spec(text)
+    if spec.generation != 0:
+        raise UsageError(
+            "a fault for a running job belongs to its present generation; leave out generation=, or plan "
+            "the fault from the start with closeranks run --inject"
+        )
+    return format_spec(spec)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the verb; 0 when the fault is on its way, 2 when it can't be."""
+    """Run the verb; 0 when the fault has happened or is on its way, 2 when it can't be."""
     from closeranks.controller.runs import find_run
 
     spec = _spec(args)
@@ -97,9 +101,11 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(answer))
     elif answer.get("ok"):
+        state = "done" if answer.get("fired") else "on its way"
+        waits = f"; it waits for {answer['waits_for']}" if answer.get("waits_for") else ""
         print(
-            f"on its way: {answer.get('spec', spec)} (rank {answer.get('rank')}, "
-            f"generation {answer.get('generation')})"
+            f"{state}: {answer.get('spec', spec)} (rank {answer.get('rank')}, "
+            f"generation {answer.get('generation')}){waits}"
         )
     if not answer.get("ok") and not args.json:
         raise UsageError(str(answer.get("error", "the job refused")))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from closeranks.cli import preflight_entrypoint, preflight_limits, preflight_port
+from closeranks.controller.runs import fallback_runs_dir
 from closeranks.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def usable_runs_dir(wanted: str) -> tuple[str, str]:
     problem = _why_unwritable(Path(wanted))
     if not problem:
         return wanted, ""
-    fallback = Path(os.environ.get("TMPDIR") or "/tmp") / f"closeranks-runs-{os.getuid()}"
+    fallback = fallback_runs_dir()
     second = _why_unwritable(fallback, 0o700) or _why_not_ours(fallback)
     if second:
         raise ConfigError(

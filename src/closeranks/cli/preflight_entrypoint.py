@@ -181,6 +181,10 @@ def _check_module_target(target: str, *, own_python: bool) -> None:
         near = get_close_matches(parts[0], _modules_here(), n=1)
         hint = f"did you mean {'.'.join([near[0], *parts[1:]])}?" if near else _where_looked()
         raise UsageError(f"there is no module {parts[0]}; {hint}")
+    if own_python and len(parts) == 1 and _lacks_main(target):
+        raise UsageError(
+            f"{target} is a package without __main__.py, so -m can't run it; name a module in it"
+        )
 
 
 def _where_looked() -> str:
@@ -198,6 +202,18 @@ def _is_importable(top: str) -> bool:
     except (ImportError, ValueError, OSError):
         # ValueError: the module is loaded, and is odd. OSError: the current directory is gone.
         return top in sys.modules
+
+
+def _lacks_main(package: str) -> bool:
+    """Whether a top-level module is a package that ``python -m`` can't run, as far as can be seen."""
+    try:
+        spec = importlib.machinery.PathFinder.find_spec(package, [os.getcwd(), *sys.path])  # noqa: PTH109
+    except (ImportError, ValueError, OSError):
+        return False
+    if spec is None or spec.submodule_search_locations is None:
+        return False
+    places = list(spec.submodule_search_locations)
+    return bool(places) and importlib.machinery.PathFinder.find_spec("__main__", places) is None
 
 
 def _modules_here() -> Iterator[str]:

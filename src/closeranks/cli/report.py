@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from closeranks.config import DEFAULT_RUNS_DIR
 from closeranks.errors import CloseranksError, JournalError, RunNotFound
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--runs-dir",
-        default="closeranks-runs",
+        default=DEFAULT_RUNS_DIR,
         metavar="DIR",
         help="where `closeranks run` keeps its runs (default: %(default)s)",
     )

@@ -15,9 +15,10 @@ import time
 import unicodedata
 from pathlib import Path
 
+from closeranks.config import DEFAULT_RUNS_DIR
 from closeranks.errors import ConfigError, RunNotFound
 
-__all__ = ["JOURNAL_NAME", "LATEST", "create_run_dir", "find_run", "job_id", "list_runs"]
+__all__ = ["JOURNAL_NAME", "LATEST", "create_run_dir", "fallback_runs_dir", "find_run", "job_id", "list_runs"]
 
 LATEST = "latest"
 JOURNAL_NAME = "journal.db"
@@ -35,6 +36,11 @@ def job_id(job_name: str | None, *, wall_s: float) -> str:
     name = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode("ascii")
     name = re.sub(r"[^A-Za-z0-9._]+", "-", name)[:MAX_NAME_CHARS].strip("-._") or "job"
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(wall_s))}-{name}-{secrets.token_hex(2)}"
+
+
+def fallback_runs_dir() -> Path:
+    """Where runs go when the directory that was meant can't be written to."""
+    return Path(os.environ.get("TMPDIR") or "/tmp") / f"{DEFAULT_RUNS_DIR}-{os.getuid()}"
 
 
 def create_run_dir(runs_dir: Path | str, job_name: str | None) -> Path:
@@ -102,9 +108,13 @@ def list_runs(runs_dir: Path | str) -> list[Path]:
 def find_run(text: str, runs_dir: Path | str) -> Path:
     """The run directory that ``text`` means: a path, an id, the unique beginning of one, or "latest".
 
-    Raises RunNotFound, with the nearest names, when none or several answer to it.
+    Where ``runs_dir`` holds no runs, those in ``fallback_runs_dir()`` are meant. Raises RunNotFound, with the
+    nearest names, when none or several answer to it.
     """
     runs = list_runs(runs_dir)
+    fallback = fallback_runs_dir()
+    if not runs and fallback.is_dir() and fallback.stat().st_uid == os.getuid():
+        runs_dir, runs = fallback, list_runs(fallback)
     if text in ("", LATEST):
         return _latest(Path(runs_dir), runs)
     by_name = {run.name: run for run in runs}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from closeranks.diagnose.collectives import Desync, find_desync
 from closeranks.diagnose.deaths import Fallen, Role, absentees, examine
-from closeranks.diagnose.hang_cause import find_frozen, find_hang_cause
+from closeranks.diagnose.hang_cause import find_frozen, find_hang_cause, find_short_step
 from closeranks.diagnose.hang_words import host_block, waiting_lines
 from closeranks.diagnose.text import fold_ranks
 from closeranks.diagnose.verdicts import Finding, line, to_verdict
@@ -66,7 +66,7 @@ def _decide(view: View) -> Finding:
     named = absentees(fallen, view)
     if named:
         return host_block(view, {}, named, tuple(d.rank for d in fallen.of(Role.VICTIM)), 0.75)
-    cause = find_hang_cause(view, fallen)
+    cause = find_short_step(view, fallen) or find_hang_cause(view, fallen)
     if suspect:
         return _only_a_suspicion(view, cause)
     if cause is not None and _may_conclude(view, fallen, cause):

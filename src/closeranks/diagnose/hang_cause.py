@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from closeranks.diagnose.circle_words import circle
 from closeranks.diagnose.deaths import Fallen, Role
-from closeranks.diagnose.hang_words import early_exit, frozen, host_block, late_arrival
+from closeranks.diagnose.hang_words import early_exit, frozen, host_block, late_arrival, short_step
 from closeranks.diagnose.history import Conduct, History
 from closeranks.diagnose.stacks import in_backward, in_collective, is_raising
 from closeranks.diagnose.status import is_stopped
@@ -21,7 +21,7 @@ from closeranks.diagnose.verdicts import Finding
 from closeranks.diagnose.view import P2P_OPS, View
 from closeranks.policy.waits import blocked_forever
 
-__all__ = ["Wait", "WaitGraph", "find_frozen", "find_hang_cause", "wait_graph"]
+__all__ = ["Wait", "WaitGraph", "find_frozen", "find_hang_cause", "find_short_step", "wait_graph"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,24 @@ def find_frozen(view: View, fallen: Fallen) -> Finding | None:
     if not stopped:
         return None
     return frozen(view, tuple(stopped), everyone=len(stopped) == len(view.order) > 1)
+
+
+def find_short_step(view: View, fallen: Fallen) -> Finding | None:
+    """Ranks that wait after a step with fewer collectives than they usually issue, while others are behind
+    them: what they left out was issued in C++, as DDP does, so no record shows it."""
+    ended = {death.rank for death in fallen.deaths}
+    short = tuple(
+        rank for rank in view.order
+        if rank not in ended and (page := view.pages.get(rank)) is not None and page.short_step is not None
+    )  # fmt: skip
+    if not short or 2 * len(short) > len(view.order):
+        return None
+    ahead = min(view.pages[rank].step for rank in short)
+    behind = tuple(
+        rank for rank in view.order
+        if rank not in ended and (page := view.pages.get(rank)) is not None and page.step < ahead
+    )  # fmt: skip
+    return short_step(view, short, behind) if behind else None
 
 
 def find_hang_cause(view: View, fallen: Fallen) -> Finding | None:

@@ -18,9 +18,9 @@ from closeranks.diagnose.verdicts import Finding, line
 from closeranks.diagnose.view import View
 from closeranks.evidence import EvidenceLine, ProcessFacts, RankEvidence
 from closeranks.policy.waits import blocked_forever
-from closeranks.progress import Collective, Phase
+from closeranks.progress import Collective, Page, Phase
 
-__all__ = ["early_exit", "frozen", "host_block", "late_arrival", "waiting_lines"]
+__all__ = ["early_exit", "frozen", "host_block", "late_arrival", "short_step", "waiting_lines"]
 
 
 class _Waits(Protocol):
@@ -86,6 +86,11 @@ def _standing(view: View, rank: int) -> list[EvidenceLine]:
     return lines
 
 
+def _step_text(view: View, page: Page) -> str:
+    """Steps are counted from the start of a generation: of a later one that has to be said."""
+    return f"step {page.step}{' of this generation' if view.evidence.generation else ''}"
+
+
 def _threads(process: ProcessFacts) -> str:
     count = len(process.threads)
     return f"{count} thread{'s' if count != 1 else ''}, " if count else ""
@@ -112,7 +117,7 @@ def frozen(view: View, ranks: tuple[int, ...], *, everyone: bool) -> Finding:
         lines.append(
             line(
                 f"rank {ranks[0]} progress",
-                f"last sign of life in step {page.step} ({clean(page.phase_name, 40)})",
+                f"last sign of life in {_step_text(view, page)} ({clean(page.phase_name, 40)})",
                 "where it was stopped",
             )
         )
@@ -169,7 +174,7 @@ def host_block(
     where, page = frame_text(first), view.pages.get(first.rank)
     doing = reason or ("is busy" if state == "R" else "stands still")
     at = f" at {where}" if where else ""
-    step = f" in step {page.step}" if page is not None else ""
+    step = f" in {_step_text(view, page)}" if page is not None else ""
     waiting = f" while {fold_ranks(waiters)} wait{'s' if len(waiters) == 1 else ''} for it" if waiters else ""
     lines = [entry for rank in ranks[:3] for entry in _standing(view, rank)]
     lines[1:1] = waiting_lines(view, waiters, "it waits for the others")[:3]
@@ -186,6 +191,36 @@ def host_block(
         confidence=confidence,
         lines=tuple(lines),
         onset_ns=onset,
+    )
+
+
+def short_step(view: View, ranks: tuple[int, ...], behind: tuple[int, ...]) -> Finding:
+    """Ranks that completed a step with fewer collectives than usual; ``behind`` wait in one of that step."""
+    first = view.ranks[ranks[0]]
+    page = view.pages[ranks[0]]
+    assert page.short_step is not None
+    issued, usual = page.short_step
+    where = frame_text(first)
+    lines = [
+        line(
+            f"{fold_ranks(ranks)} progress",
+            f"issued {issued} collectives in step {page.step}, {usual} in each step before",
+            "it left out what the others wait in",
+        ),
+        *waiting_lines(view, behind, "it waits for the others")[:3],
+        *_standing(view, ranks[0]),
+    ]
+    return Finding(
+        leaf="comm.desync",
+        kind="skip_collective",
+        ranks=ranks,
+        summary=f"{fold_ranks(ranks)} left out {usual - issued} of the usual {usual} collectives of "
+        f"{_step_text(view, page)}{' at ' + where if where else ''}, while {fold_ranks(behind)} "
+        f"wait{'s' if len(behind) == 1 else ''} for {'it' if len(ranks) == 1 else 'them'}",
+        signature=f"skip_collective: {issued} of {usual} a step{' at ' + where if where else ''}",
+        confidence=0.9,
+        lines=tuple(lines),
+        onset_ns=page.step_ns or None,
     )
 
 

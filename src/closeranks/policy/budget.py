@@ -301,8 +301,9 @@ def _exit_code(failure: Failure) -> int:
 def _describe(failure: Failure) -> str:
     who = "no single rank" if failure.rank is None else f"rank {failure.rank}"
     what = failure.kind.value.replace("_", " ")
-    if failure.signature:
-        what += f": {one_line(failure.signature)}"
+    signature = one_line(failure.signature)
+    if signature:
+        what = signature if signature.startswith(what) else f"{what}: {signature}"
     return f"generation {failure.generation}, {who}, {what}, at step {failure.step}"
 
 

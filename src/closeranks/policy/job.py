@@ -162,9 +162,16 @@ def _on_generation_down(state: JobState, now_s: float) -> _Decision:
 
 
 def _on_success(state: JobState) -> _Decision:
-    """Every rank exited with 0, so the work is done, whatever was planned meanwhile."""
+    """Every rank exited with 0, so the work is done, whatever failure was being dealt with meanwhile.
+
+    After a request to stop it means no more than that they all handled the signal: a scheduler must still see
+    that the job was stopped.
+    """
     if state.phase not in _WITH_RANKS:
         return state, ()
+    if state.phase is Phase.STOPPING:
+        assert isinstance(state.plan, Finish), "stopping, and then?"
+        return _finish(state, replace(state.plan, reason=f"{state.plan.reason}; every rank ended by itself"))
     reason = f"all ranks finished, in generation {state.generation}"
     return _finish(state, Finish(RunExit.OK, reason))
 
