@@ -192,9 +192,11 @@ def test_a_traced_process():
 
 def test_waiting_for_a_child_that_sleeps_is_not_for_ever():
     with child("import subprocess; subprocess.run(['sleep', '100'])") as pid:
-        facts = facts_with(pid, Wait.FOREVER)
+        facts = until(
+            lambda: (seen := procfs.read_process(pid)) and seen.child_waits == (Wait.TIMED,) and seen,
+            "a child that sleeps",
+        )
         assert facts.children == 1
-        assert facts.child_waits == (Wait.TIMED,)
         assert not blocked_forever(facts)
 
 

@@ -51,6 +51,7 @@ def fill(journal: Journal, *, finished: bool, argv0: str = "train.py") -> None:
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # runs that this machine keeps there are not meant
     return tmp_path / "closeranks-runs"
 
 

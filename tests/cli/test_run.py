@@ -221,6 +221,13 @@ def test_modules(here: Path) -> None:
     assert refused("-m", "train.py", cwd=here) == (
         "-m takes a module's name and train.py is a file; leave out -m"
     )
+    (here / "parts").mkdir()
+    (here / "parts" / "__init__.py").touch()
+    assert refused("-m", "parts", cwd=here) == (
+        "parts is a package without __main__.py; name a module in it: -m parts.NAME"
+    )
+    (here / "parts" / "__main__.py").touch()
+    assert start("-m", "parts", cwd=here).returncode == 42
     assert "-m takes a module's name such as package.train" in refused("-m", "a/b", cwd=here)
     assert "-m takes a module's name such as package.train" in refused("-m", "a..b", cwd=here)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 import threading
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from closeranks.controller import runs as runs_module
-from closeranks.controller.runs import create_run_dir, find_run, job_id, list_runs
+from closeranks.controller.runs import create_run_dir, fallback_runs_dir, find_run, job_id, list_runs
 from closeranks.errors import ConfigError, RunNotFound
 
 NOON = 1796040000.0  # 2026-11-30 12:00:00 UTC
@@ -17,6 +18,12 @@ def make(runs: Path, *names: str) -> None:
     for name in names:
         (runs / name).mkdir(parents=True)
         (runs / name / "journal.db").touch()
+
+
+@pytest.fixture(autouse=True)
+def _own_fallback(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that this machine has in the shared place are none of these tests' business."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))
 
 
 # --- ids --------------------------------------------------------------------------------------------
@@ -200,3 +207,26 @@ def test_only_directories_with_an_id_are_runs(tmp_path: Path) -> None:
     assert [run.name for run in list_runs(tmp_path)] == ["20261201-000000-a-0001"]
     with pytest.raises(ConfigError, match="Not a directory"):
         list_runs(tmp_path / "20261202-000000-b-0002")
+
+
+def test_where_there_are_none_those_that_had_to_go_elsewhere_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    make(fallback_runs_dir(), "20261201-000000-a-0001")
+    assert find_run("latest", tmp_path / "unwritable").name == "20261201-000000-a-0001"
+    make(tmp_path / "runs", "20261202-000000-b-0002")
+    assert find_run("latest", tmp_path / "runs").name == "20261202-000000-b-0002"
+    with pytest.raises(RunNotFound):
+        find_run("20261201-000000-a-0001", tmp_path / "runs")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory to someone else")
+def test_runs_of_someone_else_in_the_shared_place_are_not_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    make(fallback_runs_dir(), "20261201-000000-a-0001")
+    os.chown(fallback_runs_dir(), 12345, 12345)
+    with pytest.raises(RunNotFound, match="no runs under"):
+        find_run("latest", tmp_path / "unwritable")

@@ -138,6 +138,20 @@ def test_a_barrier_skipped_beside_collectives_from_cpp_is_proved(
     assert [culprit["rank"] for culprit in verdict["culprits"]] == [1], verdict
 
 
+@pytest.mark.torch
+def test_a_sync_of_ddp_skipped_in_cpp_is_proved(
+    run_closeranks: Callable[..., object], tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    script = SCRIPT.with_name("skip_sync.py")
+    done = run_closeranks("run", "--nproc-per-node", "2", "--log-dir", runs, script)
+    assert done.returncode == 0, done.stderr
+    (verdict,) = verdicts(runs)
+    assert (verdict["kind"], verdict["leaf"]) == ("skip_collective", "comm.desync"), verdict
+    assert [culprit["rank"] for culprit in verdict["culprits"]] == [1], verdict
+    assert "step 30" in str(verdict["summary"]), verdict
+
+
 def test_a_fault_for_a_rank_that_is_not_there_is_refused(
     run_closeranks: Callable[..., object], tmp_path: Path
 ) -> None:

@@ -10,19 +10,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
-def slow_on_purpose(kind: str, step: int, rank: int) -> None:
+def slow_on_purpose(kind: str, step: int, rank: int, slow_s: float) -> None:
     """The slow-but-alive list: what a healthy job may do for a long time."""
     if kind == "evaluate-busy" and rank == 0 and step == 20:
-        until = time.monotonic() + 6
+        until = time.monotonic() + slow_s
         while time.monotonic() < until:
             torch.ones(64, 64) @ torch.ones(64, 64)
     if kind == "evaluate-asleep" and rank == 0 and step == 20:
-        time.sleep(6)
+        time.sleep(slow_s)
     if kind == "checkpoint" and rank == 0 and step == 20:
-        file = SlowFile()
-        torch.save({"x": torch.ones(10)}, file)
+        torch.save({"x": torch.ones(10)}, SlowFile(slow_s / 12))  # a dozen writes
     if kind == "first-step" and step == 1:
-        time.sleep(5)
+        time.sleep(slow_s)
     if kind == "uneven" and step % 10 == 0:
         time.sleep(1.5)
 
@@ -30,24 +29,27 @@ def slow_on_purpose(kind: str, step: int, rank: int) -> None:
 class SlowFile:
     """A file on a slow disk."""
 
+    def __init__(self, pause_s: float) -> None:
+        self.pause_s = pause_s
+
     def write(self, data: bytes) -> int:
-        time.sleep(0.5)
+        time.sleep(self.pause_s)
         return len(data)
 
     def flush(self) -> None:
-        time.sleep(0.5)
+        time.sleep(self.pause_s)
 
 
 class SlowData(torch.utils.data.Dataset):
-    def __init__(self, size: int, pause_at: int) -> None:
-        self.size, self.pause_at = size, pause_at
+    def __init__(self, size: int, pause_at: int, pause_s: float) -> None:
+        self.size, self.pause_at, self.pause_s = size, pause_at, pause_s
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if index == self.pause_at:
-            time.sleep(6)
+            time.sleep(self.pause_s)
         return torch.ones(4, 8)
 
 
@@ -56,6 +58,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--slow", default="")
+    parser.add_argument("--slow-s", type=float, default=6.0)
     args = parser.parse_args()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -68,13 +71,13 @@ def main() -> None:
         model.load_state_dict(state["model"])
         done = state["step"]
     ddp = DistributedDataParallel(model)
-    pause_at = 20 if args.slow == "data" and rank == 0 else -1
-    loader = iter(
-        torch.utils.data.DataLoader(SlowData(args.steps + 1, pause_at), batch_size=None, num_workers=0)
-    )
+    pause_at = 20 if args.slow.startswith("data") and rank == 0 else -1
+    data = SlowData(args.steps + 1, pause_at, args.slow_s)
+    workers = 2 if args.slow == "data-workers" else 0
+    loader = iter(torch.utils.data.DataLoader(data, batch_size=None, num_workers=workers))
     for step in range(done + 1, args.steps + 1):
         time.sleep(0.01)
-        slow_on_purpose(args.slow, step, rank)
+        slow_on_purpose(args.slow, step, rank, args.slow_s)
         loss = ddp(next(loader)).square().mean()
         optimizer.zero_grad()
         loss.backward()

@@ -400,6 +400,11 @@ def test_a_failure_without_rank_or_signature_is_still_described():
     assert "no single rank, hang timeout, at step 5" in stop.reason
 
 
+def test_what_the_signature_says_already_is_not_said_twice():
+    stop = last_stop([failure(FailureKind.EXIT_CODE, signature="exit code 2")], BudgetConfig(max_restarts=0))
+    assert "rank 2, exit code 2, at step 5" in stop.reason
+
+
 FAILURES = st.builds(
     Failure,
     generation=st.integers(0, 50),

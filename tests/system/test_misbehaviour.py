@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -403,3 +404,28 @@ def test_processes_that_fork_without_end_are_stopped(start: Start, tmp_path: Pat
     assert job.running.wait(SOON_S).returncode == 143
     job.assert_gone()
     assert eventually(lambda: not job.running.pids(), SOON_S)
+
+
+def test_a_run_directory_deleted_under_the_job(start: Start, tmp_path: Path) -> None:
+    """Said once; the job goes on, survives a fault, and ends well."""
+    path = script(
+        tmp_path,
+        """
+        import os, time
+        print("ready", flush=True)
+        while not os.path.exists("end"):
+            time.sleep(0.05)
+        """,
+    )
+    job = start("--nproc-per-node", 2, path, cwd=tmp_path)
+    job.running.wait_for("ready")
+    run_dir = job.run_dir
+    shutil.rmtree(run_dir)
+    job.running.wait_for("was deleted or replaced while the job runs")
+    os.kill(job.ranks()[1], 9)
+    job.running.wait_for("incident 0001")
+    (tmp_path / "end").touch()
+    done = job.running.wait()
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("was deleted or replaced") == 1
+    assert "closeranks report" not in done.stderr.splitlines()[-1], "there is nothing to report from"

@@ -27,7 +27,6 @@ from closeranks.agent.watch import Watch
 from closeranks.agent.world import Rank, World
 from closeranks.config import RunConfig
 from closeranks.controller.job import JobController
-from closeranks.controller.runs import JOURNAL_NAME
 from closeranks.errors import CloseranksError
 from closeranks.events import (
     Action,
@@ -92,7 +91,7 @@ class Supervisor:
         self.incidents = Incidents(self, node, self.dispatch)
         self._starter = Starter(self, store_dir)
         self._signals = Signals(self, self._stop_requested)
-        self._run_dir_lost = False
+        self._journal_told = False
 
     # --- life ---------------------------------------------------------------------------------------
 
@@ -122,6 +121,7 @@ class Supervisor:
             task.cancel()
         await self._strays.finish({self.pump.pid or 0})
         self.incidents.show()
+        self.check_journal()
         self.controller.note("finished", {"exit_code": finish.exit_code, "reason": finish.reason})
         self._starter.discard_world()
         asyncio.get_running_loop().remove_reader(self.pump.fileno())
@@ -168,14 +168,12 @@ class Supervisor:
         self.controller.note("notice", {"level": "warning", "text": text})
         self.console.tell("warning", text)
 
-    def check_run_dir(self) -> None:
-        """Say it once when someone has deleted the run directory: its journal can't be read any more."""
-        if not self._run_dir_lost and not (self.run_dir / JOURNAL_NAME).exists():
-            self._run_dir_lost = True
-            self.notice(
-                f"{self.run_dir} was deleted while the job runs: training goes on and faults are still "
-                "survived, but this run has no report, and its logs are lost"
-            )
+    def check_journal(self) -> None:
+        """Say it once when the journal can't be written any more, and again if that comes back."""
+        problem = self.controller.journal_problem
+        if problem is not None and not self._journal_told:
+            self.console.tell("warning", f"{problem}; training goes on, and faults are still survived")
+        self._journal_told = problem is not None
 
     # --- actions ------------------------------------------------------------------------------------
 

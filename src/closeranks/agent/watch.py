@@ -143,7 +143,7 @@ class Watch:
         if now >= self._janitor_s:
             self._janitor_s = now + _JANITOR_EVERY_S
             self._reap_orphans(world)
-            self._owner.check_run_dir()
+            self._owner.check_journal()
         self._look_for_hangs(seen, pages, observed_s, asked)
         if self._seen is seen:
             self._schedule()

@@ -182,9 +182,7 @@ def _check_module_target(target: str, *, own_python: bool) -> None:
         hint = f"did you mean {'.'.join([near[0], *parts[1:]])}?" if near else _where_looked()
         raise UsageError(f"there is no module {parts[0]}; {hint}")
     if own_python and len(parts) == 1 and _lacks_main(target):
-        raise UsageError(
-            f"{target} is a package without __main__.py, so -m can't run it; name a module in it"
-        )
+        raise UsageError(f"{target} is a package without __main__.py; name a module in it: -m {target}.NAME")
 
 
 def _where_looked() -> str:

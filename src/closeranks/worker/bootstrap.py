@@ -59,8 +59,11 @@ class Order:
 
 def wait_for_order(sock: socket.socket) -> Order | None:
     """Say hello and wait for ``go``; None if the agent closes the line: this spare isn't needed."""
-    wire.send(sock, {"type": "hello", "pid": os.getpid()})
-    received = wire.receive(sock)
+    try:
+        wire.send(sock, {"type": "hello", "pid": os.getpid()})
+        received = wire.receive(sock)
+    except ConnectionError:  # closed before we got here
+        return None
     if received is None:
         return None
     message, fds = received

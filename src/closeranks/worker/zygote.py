@@ -138,19 +138,34 @@ def _fork_workers(agent_pid: int, zygote: socket.socket, fds: list[int]) -> boot
     os._exit(0)
 
 
+def _tell(zygote: socket.socket, message: dict[str, Any]) -> None:
+    """Send to the agent; where it has closed the line our work is over."""
+    try:
+        wire.send(zygote, message)
+    except ConnectionError:
+        os._exit(0)
+
+
+def _next_request(zygote: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    try:
+        received = wire.receive(zygote)
+    except ConnectionError:
+        received = None
+    if received is None:
+        os._exit(0)
+    return received
+
+
 def _serve(zygote: socket.socket, agent_pid: int) -> bootstrap.Order:
     """Answer the agent's requests. Returns only in a worker that was told to go."""
     while True:
-        received = wire.receive(zygote)
-        if received is None:
-            os._exit(0)
-        message, fds = received
+        message, fds = _next_request(zygote)
         reply: dict[str, Any] = {"type": "forked", "request": message.get("request")}
         if message["type"] == "import":
             reply = {"type": "imported", "failed": import_all(message["modules"])}
         reason = why_unsafe()
         if reason:
-            wire.send(zygote, {"type": "unsafe", "reason": reason})
+            _tell(zygote, {"type": "unsafe", "reason": reason})
             for fd in fds:
                 os.close(fd)
             continue
@@ -158,7 +173,7 @@ def _serve(zygote: socket.socket, agent_pid: int) -> bootstrap.Order:
             order = _fork_workers(agent_pid, zygote, fds)
             if order is not None:
                 return order
-        wire.send(zygote, reply)
+        _tell(zygote, reply)
 
 
 def main(argv: list[str]) -> None:
@@ -179,7 +194,7 @@ def main(argv: list[str]) -> None:
 
         hooks.prepare()
     gc.freeze()  # objects that live for ever needn't be visited, and copied, by each child's collector
-    wire.send(
+    _tell(
         sock,
         {
             "type": "ready",
