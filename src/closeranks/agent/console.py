@@ -11,7 +11,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from closeranks.controller.runs import JOURNAL_NAME
@@ -54,8 +53,6 @@ class Console:
     ) -> None:
         """The incident's screen. ``injected``: it was asked for."""
         width = shutil.get_terminal_size((100, 24)).columns if self._colour else 100
-        if next_generation is None:
-            verdict = replace(verdict, action="no restart")
         next_step = f"generation {next_generation}" if next_generation is not None else "the job stops"
         text = screen.render(
             evidence,

@@ -10,6 +10,7 @@ import json
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -146,15 +147,17 @@ class Incidents:
         for captured, verdict in shown:
             evidence = captured.evidence
             directory = self._owner.run_dir / "incidents" / evidence.incident_id
+            world = self._owner.world
+            follows = (
+                world.generation if world is not None and world.generation > evidence.generation else None
+            )
+            if follows is None:
+                verdict = replace(verdict, action="no restart")
             problem = write_incident(directory, captured, verdict)
             if problem:
                 self._owner.notice(problem)
             public = {"incident_id": evidence.incident_id, "verdict": codec.public_verdict(verdict)}
             self._owner.controller.note("verdict", public, generation=evidence.generation)
-            world = self._owner.world
-            follows = (
-                world.generation if world is not None and world.generation > evidence.generation else None
-            )
             injected = bool(self._owner.faults.fired_in(evidence.generation))
             self._owner.console.incident(
                 evidence, verdict, directory, next_generation=follows, injected=injected

@@ -1,0 +1,100 @@
+"""What reaches the terminal: bytes given to the log pump, whatever the terminal can show."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from closeranks.agent.console import Console
+from closeranks.diagnose import diagnose
+from closeranks.events import ExitStatus, Finish
+from closeranks.evidence import Evidence, RankEvidence, Trigger
+
+KILLED = Evidence(
+    incident_id="0001",
+    generation=0,
+    world_size=2,
+    trigger=Trigger("exit", (1,), "", 100),
+    ranks=(RankEvidence(0, 100), RankEvidence(1, 101, exit=ExitStatus(signal=9), exit_mono_ns=90)),
+)
+
+
+class Terminal:
+    """Collects what is said. ``encoding`` is that of stderr."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, quiet: bool = False, encoding: str = "utf-8"
+    ) -> None:
+        monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BytesIO(), encoding))
+        self.said: list[bytes] = []
+        self.console = Console(self.said.append, quiet=quiet, runs_hint="runs")
+
+    @property
+    def text(self) -> str:
+        return b"".join(self.said).decode()
+
+    def incident(self, *, next_generation: int | None = 1, injected: bool = False) -> str:
+        self.console.incident(
+            KILLED, diagnose(KILLED), Path("runs/x"), next_generation=next_generation, injected=injected
+        )
+        return self.text
+
+
+def test_quiet_leaves_what_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(monkeypatch, quiet=True)
+    for level in ("info", "warning", "error"):
+        terminal.console.tell(level, f"an {level}")
+    assert terminal.text == "closeranks: warning: an warning\ncloseranks: error: an error\n"
+    assert "incident 0001" in terminal.incident()
+
+
+def test_an_incident_says_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    terms = Terminal(monkeypatch).incident().splitlines()[2]
+    assert terms.endswith("generation 1") and "restart" in terms
+
+
+def test_one_that_was_asked_for_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Terminal(monkeypatch).incident(injected=True).splitlines()[2].endswith("generation 1 · injected")
+
+
+def test_the_last_one_promises_no_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    terms = Terminal(monkeypatch).incident(next_generation=None).splitlines()[2]
+    assert terms.endswith("the job stops")
+
+
+def test_a_terminal_without_unicode_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Terminal(monkeypatch, encoding="ascii").incident(injected=True).isascii()
+
+
+@pytest.mark.parametrize(
+    ("code", "incidents", "journal", "hint"),
+    [(0, 0, True, False), (0, 2, True, True), (1, 0, True, True), (1, 2, False, False)],
+)
+def test_the_last_line_leads_to_a_report_where_there_is_something_in_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, incidents: int, journal: bool, hint: bool
+) -> None:
+    if journal:
+        (tmp_path / "journal.db").touch()
+    terminal = Terminal(monkeypatch)
+    terminal.console.finished(Finish(code, "so it ended"), 12.34, incidents, tmp_path)
+    assert "so it ended · 12.3 s" in terminal.text
+    assert (f"closeranks report {tmp_path.name}" in terminal.text) == hint
+    assert ("error: " in terminal.text) == bool(code)
+
+
+def test_a_bug_of_ours_is_told_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(monkeypatch)
+    try:
+        raise KeyError("nobody expects it")
+    except KeyError as error:
+        terminal.console.internal_error(error)
+    assert "please report it" in terminal.text and "nobody expects it" in terminal.text
+
+
+def test_text_that_is_no_utf8_is_told_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(monkeypatch)
+    terminal.console.tell("info", "a path \udce9")
+    assert terminal.said == [b"closeranks: a path ?\n"]
