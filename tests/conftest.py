@@ -25,6 +25,10 @@ SHM = Path("/dev/shm")
 _LEAK_GRACE_S = 5.0
 _KILL_ROUNDS = 50
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # A shell that runs the tests in the background has it ignored, and what they start would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 def marked_processes(mark: str) -> list[int]:
     """The pids of living processes, zombies left out, that carry ``mark`` in their environment."""

@@ -212,10 +212,8 @@ def test_closed_streams_are_no_error(argv: str) -> None:
 
 def test_interrupt_while_a_verb_works() -> None:
     code = (
-        "import signal, sys, types\n"
+        "import sys, types\n"
         "from closeranks.cli import main as cli\n"
-        # A shell that runs the tests in the background has it ignored, and that is inherited.
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "module = types.ModuleType('verb'); module.RAW = True\n"
         "def work(argv):\n"
         "    import time; print('ready', flush=True); time.sleep(60)\n"

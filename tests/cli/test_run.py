@@ -318,13 +318,18 @@ def test_runs_go_elsewhere_where_they_cant_be_written(
 
 
 def test_the_current_directory_may_be_gone(here: Path) -> None:
-    command = f"mkdir d && cd d && rmdir ../d && exec {sys.executable} -c '{SHOW_CONFIG}' run train.py"
-    done = subprocess.run(
-        ["sh", "-c", command], cwd=here, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert "there is no script 'train.py' in the current directory, which was deleted" in done.stderr
+    def told(target: str) -> str:
+        command = f"mkdir d && cd d && rmdir ../d && exec {sys.executable} -c '{SHOW_CONFIG}' run {target}"
+        done = subprocess.run(
+            ["sh", "-c", command], cwd=here, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+        return done.stderr
+
+    missing = "there is no script 'train.py' in the current directory, which was deleted"
+    assert missing in told("train.py")
+    assert "the current directory no longer exists; change to one that does" in told(f"{here}/train.py")
 
 
 def test_every_exit_code_is_documented() -> None:

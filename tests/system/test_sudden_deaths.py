@@ -290,3 +290,26 @@ def test_torchs_shared_memory_too(run: Run, tmp_path: Path) -> None:
     for generation in (0, 1):
         _, name = job.text("out", 0, generation).split()
         assert not Path("/dev/shm", name).exists()
+
+
+@pytest.mark.torch
+def test_nor_does_torchs_shared_memory_outlive_a_killed_agent(start: Start, tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+        import os, time
+        import torch, torch.multiprocessing
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        tensor = torch.zeros(1000).share_memory_()
+        names = [name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_")]
+        print("mine", *names, flush=True)
+        time.sleep(600)
+        """,
+    )
+    job = start(path, torch=True)
+    job.running.wait_for("mine torch_")
+    os.kill(job.agent, signal.SIGKILL)
+    assert job.running.wait().returncode == 128 + signal.SIGKILL
+    job.assert_gone()
+    _, name = job.text("out").split()
+    assert not Path("/dev/shm", name).exists()

@@ -22,15 +22,13 @@ from pathlib import Path
 
 from closeranks import linux
 from closeranks.agent import procfs
-from closeranks.agent.processes import is_cleaner
+from closeranks.agent.processes import CLEANER_GRACE_S, is_cleaner
 from closeranks.events import signal_name
 
 __all__ = ["hold_signals", "kill_descendants", "supervise", "watched_signals"]
 
 _FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
-# The log pump ends by itself once every writer is dead, and so does who removes shared memory: they get this
-# long to finish.
-_LAST_WORK_S = 0.5
+_LAST_LINES_S = 0.5  # for the log pump, which ends by itself once every writer is dead
 _PARENT_DIED = signal.SIGRTMIN + 10
 _END_GRACE_S = 10.0  # for an agent whose guard was killed
 _LONG_S = 3600.0  # sigtimedwait takes no infinity
@@ -76,24 +74,28 @@ def reap(pids: list[int]) -> None:
             continue
 
 
-def _may_finish(pid: int) -> bool:
-    """Whether this process has work to do when all others are dead, and then ends by itself."""
-    try:
-        if b"closeranks.agent.log_pump" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return True
-    except OSError:
-        return False
-    return is_cleaner(pid)
+def _is_log_pump(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"closeranks.agent.log_pump" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def _finish(pids: frozenset[int], timeout_s: float) -> None:
+    """Wait for processes that have work to do when all others are dead, and then end by themselves."""
+    deadline = time.monotonic() + timeout_s
+    while pids & set(procfs.descendants(os.getpid())) and time.monotonic() < deadline:
+        reap(list(pids))
+        time.sleep(_KILL_PAUSE_S)
 
 
 def _bury(killed_pid: int, number: int) -> int:
     """After the agent's violent end: nothing may be left. Returns the exit code to leave with."""
-    finishing = frozenset(pid for pid in procfs.descendants(os.getpid()) if _may_finish(pid))
-    kill_descendants(spare_pids=finishing)
-    deadline = time.monotonic() + _LAST_WORK_S
-    while procfs.descendants(os.getpid()) and time.monotonic() < deadline:
-        reap(list(finishing))
-        time.sleep(_KILL_PAUSE_S)
+    below = procfs.descendants(os.getpid())
+    pumps = frozenset(pid for pid in below if _is_log_pump(pid))
+    cleaners = frozenset(pid for pid in below if is_cleaner(pid))
+    kill_descendants(spare_pids=pumps | cleaners)
+    _finish(pumps, _LAST_LINES_S)
+    _finish(cleaners, CLEANER_GRACE_S)
     left = kill_descendants()
     told = f"; still there, stuck in the kernel: {left}" if left else ""
     with contextlib.suppress(OSError, ValueError):

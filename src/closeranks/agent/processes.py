@@ -11,13 +11,13 @@ from pathlib import Path
 
 from closeranks.agent import procfs
 
-__all__ = ["Strays", "is_cleaner", "reap_zombies"]
+__all__ = ["CLEANER_GRACE_S", "Strays", "is_cleaner", "reap_zombies"]
 
 _ROUNDS = 20
 _PAUSE_S = 0.005
 # After the last process that uses them is dead, Python's needs milliseconds and torch's about two seconds
 # (torch/lib/libshm/manager.cpp polls for as long before it looks for clients that have gone).
-_CLEANER_GRACE_S = 4.0
+CLEANER_GRACE_S = 4.0
 _OUR_NAMES = ("cr-spare", "cr-zygote")
 
 
@@ -107,10 +107,10 @@ class Strays:
     async def finish(self, keep: set[int]) -> list[int]:
         """As ``kill``, at the end of the job: waiting workers too, and cleaners once they had their time."""
         await self._kill(keep, spare_waiting=False)
-        deadline = time.monotonic() + _CLEANER_GRACE_S
+        deadline = time.monotonic() + CLEANER_GRACE_S
         while self._living_cleaners() and time.monotonic() < deadline:
             await asyncio.sleep(_PAUSE_S)
-        self._cleaners = dict.fromkeys(self._cleaners, -_CLEANER_GRACE_S)
+        self._cleaners = dict.fromkeys(self._cleaners, -CLEANER_GRACE_S)
         return await self._kill(keep, spare_waiting=False)
 
     def _living_cleaners(self) -> list[int]:
@@ -149,4 +149,4 @@ class Strays:
             for pid in strays
             if procfs.state_of(pid) != "Z" and is_cleaner(pid)
         }
-        return [pid for pid in strays if now - self._cleaners.get(pid, -_CLEANER_GRACE_S) >= _CLEANER_GRACE_S]
+        return [pid for pid in strays if now - self._cleaners.get(pid, -CLEANER_GRACE_S) >= CLEANER_GRACE_S]

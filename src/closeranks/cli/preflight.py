@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from closeranks.cli import preflight_entrypoint, preflight_limits, preflight_port
 from closeranks.controller.runs import fallback_runs_dir
-from closeranks.errors import ConfigError
+from closeranks.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from closeranks.config import RunConfig
@@ -38,6 +38,10 @@ def checked(config: RunConfig) -> RunConfig:
     else:
         preflight_entrypoint.check_interpreter(config.python)
     preflight_entrypoint.check(config.entrypoint, own_python=config.python is None)
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UsageError("the current directory no longer exists; change to one that does") from None
     notices = list(config.notices)
     if config.nproc_per_node.isdigit():
         limits = preflight_limits.read_limits()
