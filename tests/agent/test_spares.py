@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import select
 import signal
@@ -224,3 +225,30 @@ def test_many_spares_at_once() -> None:
 
     with_source("zygote", ["json"], body)
     assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("source", "threshold"), [("", str(gc.get_threshold()[0])), ("import gc; gc.set_threshold(123)", "123")]
+)
+def test_garbage_is_not_looked_for_while_modules_are_imported(
+    kind: str, source: str, threshold: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And as ever afterwards, or as a module wants it."""
+    (tmp_path / "preloaded.py").write_text(f"import gc\nseen = gc.get_threshold()[0]\n{source}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import gc, preloaded\nprint(gc.isenabled(), preloaded.seen > 10**6, gc.get_threshold()[0])\n"
+    )
+
+    async def body(made: Source) -> None:
+        (spare,) = await made.make(1)
+        out, err, pages = go(spare, script)
+        assert wait(spare) == 0, read_all(err)
+        assert read_all(out) == f"True True {threshold}\n"
+        os.close(pages)
+        os.close(err)
+        spare.close()
+
+    with_source(kind, ["json", "preloaded"], body)
