@@ -22,7 +22,7 @@ import time
 import traceback
 import types
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from closeranks import linux, wire
 from closeranks.progress import PAGE_BYTES, Phase
@@ -35,6 +35,7 @@ __all__ = [
     "ignore_user_signals",
     "out_of_the_way",
     "run",
+    "serve_store",
     "unblock_signals",
     "wait_for_order",
 ]
@@ -339,6 +340,29 @@ def exec_command(order: Order) -> None:
         sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
+def serve_store(order: Order) -> NoReturn:
+    """Become the store of a generation: no rank, and nothing that forks. Ends when the agent closes the line."""
+    linux.set_title("closeranks: store", "cr-store")
+    _take_limits(order)
+    _take_streams(order)
+    for fd in (order.pages_fd, order.stacks_fd):
+        os.close(fd)
+    os.environ.update(order.message["env"])
+    control = Control(order.socket)
+    from closeranks.worker import store
+
+    try:
+        opened, port = store.serve()
+    except (RuntimeError, OSError, ImportError) as error:  # no port, no descriptor; torch is not there
+        control.send({"type": "store_failed", "why": f"{type(error).__name__}: {error}"[:500]})
+        os._exit(1)
+    control.send({"type": "store_opened", "port": port})
+    while control.receive() is not None:
+        pass
+    del opened
+    os._exit(0)
+
+
 def _leave(writer: Any, rank_pid: int) -> None:
     """The script is over; the interpreter's own end follows. Not for children that the script forked."""
     if os.getpid() == rank_pid:
@@ -353,6 +377,8 @@ def run(order: Order) -> None:
     _take_signals()
     if entry["kind"] == "command":
         exec_command(order)
+    if entry["kind"] == "store":
+        serve_store(order)
     argv = [entry["target"], *entry["args"]]
     shown = ["-u", *(["-m"] if entry["kind"] == "module" else []), *argv]
     linux.set_title("\0".join(["python", *shown]), f"rank {message['rank']}")
