@@ -38,7 +38,7 @@ def job(start_closeranks: Callable[..., Running], tmp_path: Path) -> Iterator[Ru
 
 @pytest.fixture
 def inject(run_closeranks: Callable[..., Finished]) -> Inject:
-    return lambda *arguments: run_closeranks("inject", *arguments)
+    return lambda *arguments, **options: run_closeranks("inject", *arguments, **options)
 
 
 def test_a_kill_has_happened_when_the_command_returns(job: Running, inject: Inject) -> None:
@@ -81,7 +81,7 @@ def test_what_can_t_be_done_is_refused(job: Running, inject: Inject, arguments: 
 
 
 def test_without_a_job_there_is_nothing_to_break(inject: Inject, tmp_path: Path) -> None:
-    done = inject("kill", "--runs-dir", tmp_path)
+    done = inject("kill", "--runs-dir", tmp_path, env={"TMPDIR": str(tmp_path)})
     assert done.returncode == 2 and "no runs under" in done.stderr
 
 

@@ -49,6 +49,7 @@ from closeranks.evidence import Trigger
 __all__ = ["Supervisor"]
 
 _DEAD_TIMEOUT_S = 5.0  # SIGKILL acts in milliseconds; what is left after this is stuck in the kernel
+_SHOW_AFTER_S = 0.25  # an incident's files and screen wait for the next first step, at most so long
 _RAISED_GRACE_S = 5.0  # a rank that has raised may finish its own exit (atexit, flushes) for this long
 
 
@@ -192,6 +193,7 @@ class Supervisor:
         self.watch.begin(world)
         self.incidents.begin()
         self.faults.begin(world)
+        await asyncio.sleep(_SHOW_AFTER_S)  # until then every core is the ranks'
         self.incidents.show()
 
     async def _kill(self, generation: int) -> None:
@@ -295,6 +297,7 @@ class Supervisor:
 
     def first_step(self, world: World, seconds: float) -> None:
         """Every rank has completed a step of this generation."""
+        self.incidents.show()
         what = "running" if world.generation == 0 else "running again"
         self.console.tell("info", f"{what}: generation {world.generation}, first step after {seconds:.2f} s")
 

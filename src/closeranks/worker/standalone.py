@@ -20,7 +20,7 @@ if __name__ == "__main__":
 
 from closeranks import linux
 from closeranks.worker import bootstrap
-from closeranks.worker.zygote import import_all, open_channel
+from closeranks.worker.zygote import import_all, open_channel, prepare_hooks
 
 if __name__ == "__main__":
     sys.path.pop()  # nothing else is to be found there
@@ -39,6 +39,7 @@ def main(argv: list[str]) -> None:
     bootstrap.ignore_user_signals()
     for failure in import_all([name for name in argv[3].split(",") if name]):
         sys.stderr.write(f"closeranks: can't import {failure['module']}: {failure['error']}\n")
+    prepare_hooks()
     order = bootstrap.wait_for_order(sock)
     if order is None:
         os._exit(0)

@@ -36,7 +36,7 @@ from closeranks.worker import bootstrap
 if __name__ == "__main__":
     sys.path.pop()  # nothing else is to be found there
 
-__all__ = ["import_all", "main", "open_channel", "why_unsafe"]
+__all__ = ["import_all", "main", "open_channel", "prepare_hooks", "why_unsafe"]
 
 _ADOPTION_TIMEOUT_S = 5.0
 # Imports make millions of objects and next to no garbage: looking for it takes a fifth of their time.
@@ -84,6 +84,15 @@ def import_all(names: list[str]) -> list[dict[str, str]]:
         os.fchdir(here)
         os.close(here)
     return failed
+
+
+def prepare_hooks() -> None:
+    """Have in place what a rank needs besides its order: no rank that is told to go waits for an import."""
+    if "torch.distributed.distributed_c10d" in sys.modules:
+        from closeranks.worker import hooks
+
+        hooks.prepare()
+        importlib.import_module("closeranks.worker.store")
 
 
 def open_channel(number: str) -> socket.socket:
@@ -195,10 +204,7 @@ def main(argv: list[str]) -> None:
     began = time.monotonic()
     failed = import_all([name for name in argv[3].split(",") if name])
     torch = sys.modules.get("torch")
-    if "torch.distributed.distributed_c10d" in sys.modules:
-        from closeranks.worker import hooks
-
-        hooks.prepare()
+    prepare_hooks()
     gc.freeze()  # objects that live for ever needn't be visited, and copied, by each child's collector
     _tell(
         sock,
