@@ -15,8 +15,12 @@ ENTRYPOINT = Entrypoint("script", "train.py")
 def of_rank(config: RunConfig, local_rank: int, *, size: int = 4, generation: int = 2) -> dict[str, str]:
     return rank_environment(
         config,
+        rank=4 + local_rank,
+        world_size=size + 4,
         local_rank=local_rank,
         local_world_size=size,
+        node_rank=1,
+        node_count=2,
         generation=generation,
         master_port=29501,
         run_id="job-7",
@@ -27,8 +31,10 @@ def of_rank(config: RunConfig, local_rank: int, *, size: int = 4, generation: in
 
 def test_a_rank_finds_its_place_and_its_generation() -> None:
     variables = of_rank(RunConfig(ENTRYPOINT, role="trainer"), 3)
-    assert {variables[name] for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")} == {"3"}
-    assert {variables[name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")} == {"4"}
+    assert (variables["LOCAL_RANK"], variables["LOCAL_WORLD_SIZE"]) == ("3", "4")
+    assert {variables[name] for name in ("RANK", "ROLE_RANK")} == {"7"}
+    assert {variables[name] for name in ("WORLD_SIZE", "ROLE_WORLD_SIZE")} == {"8"}
+    assert (variables["GROUP_RANK"], variables["GROUP_WORLD_SIZE"]) == ("1", "2")
     assert variables["TORCHELASTIC_RESTART_COUNT"] == variables["CLOSERANKS_GENERATION"] == "2"
     assert (variables["ROLE_NAME"], variables["TORCHELASTIC_RUN_ID"]) == ("trainer", "job-7")
     assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("127.0.0.1", "29501")
@@ -46,7 +52,7 @@ def test_a_virtual_local_rank_sees_its_own_device_as_0(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     variables = of_rank(RunConfig(ENTRYPOINT, virtual_local_rank=True), 2)
-    assert (variables["LOCAL_RANK"], variables["RANK"]) == ("0", "2")
+    assert (variables["LOCAL_RANK"], variables["RANK"]) == ("0", "6")
     assert variables["CUDA_VISIBLE_DEVICES"] == device
     assert "CUDA_VISIBLE_DEVICES" not in of_rank(RunConfig(ENTRYPOINT), 2)
 

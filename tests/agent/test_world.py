@@ -17,7 +17,7 @@ import pytest
 
 from closeranks import wire
 from closeranks.agent.spares import Spare
-from closeranks.agent.world import Rank, World
+from closeranks.agent.world import Placement, Rank, World
 from closeranks.events import ExitStatus
 
 RAISED = {
@@ -57,7 +57,8 @@ def child(source: str) -> Spare:
 def in_world(body: Callable[[World, Listener], Awaitable[None]], *sources: str) -> None:
     async def main() -> None:
         listener = Listener()
-        world = World(3, [child(source) for source in sources], listener)
+        spares = [child(source) for source in sources]
+        world = World(3, spares, listener, Placement(len(spares)))
         loop = asyncio.get_running_loop()
         for rank in world.ranks:
             rank.socket.setblocking(False)

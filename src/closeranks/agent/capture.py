@@ -241,7 +241,7 @@ async def capture(
     evidence = Evidence(
         incident_id=incident_id,
         generation=world.generation,
-        world_size=len(world.ranks),
+        world_size=world.placement.world_size,
         trigger=trigger,
         ranks=tuple(ranks),
         node=node,

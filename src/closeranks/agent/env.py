@@ -56,26 +56,30 @@ def free_port() -> int:
 def rank_environment(
     config: RunConfig,
     *,
+    rank: int,
+    world_size: int,
     local_rank: int,
     local_world_size: int,
+    node_rank: int,
+    node_count: int,
     generation: int,
     master_port: int,
     run_id: str,
     run_dir: str,
     error_file: str,
 ) -> dict[str, str]:
-    """The variables of one rank in one generation. On one machine rank = local rank."""
+    """The variables of one rank in one generation."""
     most = config.budget.max_restarts
     variables = {
-        "RANK": str(local_rank),
+        "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": str(local_world_size),
+        "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(local_world_size),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_RANK": str(local_rank),
+        "GROUP_RANK": str(node_rank),
+        "GROUP_WORLD_SIZE": str(node_count),
+        "ROLE_RANK": str(rank),
         "ROLE_NAME": config.role,
-        "ROLE_WORLD_SIZE": str(local_world_size),
+        "ROLE_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": config.master_addr,
         "MASTER_PORT": str(master_port),
         "TORCHELASTIC_RESTART_COUNT": str(generation),

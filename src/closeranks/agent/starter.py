@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from closeranks.agent import env
-from closeranks.agent.world import Rank, World
+from closeranks.agent.world import Placement, Rank, World
 
 if TYPE_CHECKING:
     from closeranks.agent.supervisor import Supervisor
@@ -32,7 +32,7 @@ class Starter:
     def _unwanted(self) -> bool:
         return self._owner.stop_signal is not None or self._owner.finish is not None
 
-    async def start(self, generation: int, delay_s: float) -> World | None:
+    async def start(self, generation: int, delay_s: float, placement: Placement) -> World | None:
         """Start every rank under this generation; None if the job was told to stop meanwhile.
 
         Raises ZygoteError when no workers can be made.
@@ -43,7 +43,7 @@ class Starter:
         note = {"delay_s": delay_s, "spare": owner.slots.ready}
         owner.controller.note("generation_starting", note, generation=generation)
         spares = await owner.slots.take()
-        world = World(generation, spares, owner)
+        world = World(generation, spares, owner, placement)
         if self._unwanted():
             world.kill()
             await world.wait_dead(_DEAD_TIMEOUT_S)
@@ -66,7 +66,7 @@ class Starter:
         with contextlib.suppress(OSError):  # a rank may write its error file there before it prints anything
             out.parent.mkdir(parents=True, exist_ok=True)
         stdout_fd, stderr_fd = owner.pump.attach(
-            world.generation, rank.rank, rank.rank, out, err, world_size=owner.world_size
+            world.generation, rank.rank, rank.local_rank, out, err, world_size=world.placement.world_size
         )
         try:
             world.go(rank, self._order(world, rank, port, out.parent), stdout_fd, stderr_fd)
@@ -77,11 +77,15 @@ class Starter:
             os.close(stderr_fd)
 
     def _order(self, world: World, rank: Rank, port: int, logs: Path) -> dict[str, Any]:
-        owner, config = self._owner, self._owner.config
+        owner, config, placement = self._owner, self._owner.config, world.placement
         variables = env.rank_environment(
             config,
-            local_rank=rank.rank,
-            local_world_size=owner.world_size,
+            rank=rank.rank,
+            world_size=placement.world_size,
+            local_rank=rank.local_rank,
+            local_world_size=len(world.ranks),
+            node_rank=placement.node_rank,
+            node_count=placement.node_count,
             generation=world.generation,
             master_port=port,
             run_id=config.run_id,
@@ -91,11 +95,11 @@ class Starter:
         return {
             "generation": world.generation,
             "rank": rank.rank,
-            "local_rank": rank.rank,
-            "local_world_size": owner.world_size,
+            "local_rank": rank.local_rank,
+            "local_world_size": len(world.ranks),
             "entry": self._entry,
             "env": variables,
-            "store": str(self._store_dir / f"g{world.generation}" / "store"),
+            "store": placement.store or str(self._store_dir / f"g{world.generation}" / "store"),
             "faults": owner.faults.orders(world.generation, rank.rank),
             "numa_binding": config.numa_binding,
             "file_limit": owner.file_limit,

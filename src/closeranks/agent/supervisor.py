@@ -24,7 +24,7 @@ from closeranks.agent.signals import Signals
 from closeranks.agent.slots import Slots
 from closeranks.agent.starter import Starter
 from closeranks.agent.watch import Watch
-from closeranks.agent.world import Rank, World
+from closeranks.agent.world import Placement, Rank, World
 from closeranks.config import RunConfig
 from closeranks.controller.job import JobController
 from closeranks.errors import CloseranksError
@@ -182,7 +182,7 @@ class Supervisor:
         if delay_s > 0:
             await asyncio.sleep(delay_s)
         try:
-            world = await self._starter.start(generation, delay_s)
+            world = await self._starter.start(generation, delay_s, Placement(self.world_size))
         except (CloseranksError, OSError) as error:  # no workers, no descriptors, no memory
             self._finish_with(Finish(RunExit.CANNOT_START, f"can't start the ranks: {error}"))
             return

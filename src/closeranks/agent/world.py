@@ -21,7 +21,7 @@ from closeranks.events import ExitStatus
 from closeranks.evidence import ErrorRecord
 from closeranks.progress import PAGE_BYTES, Page, read_page
 
-__all__ = ["Rank", "World", "WorldListener"]
+__all__ = ["Placement", "Rank", "World", "WorldListener"]
 
 _LAST_WORDS = 256  # packets read from a dead rank's line at most
 
@@ -34,11 +34,24 @@ class WorldListener(Protocol):
     def rank_said(self, world: World, rank: Rank, message: dict[str, Any]) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where this node's ranks stand in the world of a generation. ``store``: where all ranks meet, as
+    ``tcp://address:port``; "" = in a file of this host."""
+
+    world_size: int
+    first_rank: int = 0
+    node_rank: int = 0
+    node_count: int = 1
+    store: str = ""
+
+
 @dataclass(slots=True, eq=False)
 class Rank:
-    """A training process of this generation. On one machine rank = local rank."""
+    """A training process of this generation."""
 
     rank: int
+    local_rank: int
     pid: int
     pidfd: int
     socket: socket.socket
@@ -70,8 +83,11 @@ class Rank:
 class World:
     """The ranks of one generation, from ``go`` to the last exit."""
 
-    def __init__(self, generation: int, spares: Sequence[Spare], listener: WorldListener) -> None:
+    def __init__(
+        self, generation: int, spares: Sequence[Spare], listener: WorldListener, placement: Placement
+    ) -> None:
         self.generation = generation
+        self.placement = placement
         self.listener = listener
         self.began_mono_ns = time.monotonic_ns()
         self.failing = False  # an incident is being handled; later exits are part of it
@@ -83,7 +99,8 @@ class World:
         self._all_dead = asyncio.Event()
         self.ranks = [
             Rank(
-                rank=number,
+                rank=placement.first_rank + number,
+                local_rank=number,
                 pid=spare.pid,
                 pidfd=spare.pidfd,
                 socket=spare.socket,
@@ -110,7 +127,7 @@ class World:
 
     def page(self, rank: Rank, *, rings: bool = True) -> Page | None:
         """What the rank last wrote about itself; still there when the rank is dead."""
-        at = rank.rank * PAGE_BYTES
+        at = rank.local_rank * PAGE_BYTES
         return read_page(self._view[at : at + PAGE_BYTES], rings=rings)
 
     def alive(self) -> list[Rank]:
