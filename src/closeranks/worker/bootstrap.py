@@ -341,7 +341,7 @@ def exec_command(order: Order) -> None:
 
 
 def serve_store(order: Order) -> NoReturn:
-    """Become the store of a generation: no rank, and nothing that forks. Ends when the agent closes the line."""
+    """Become the store of a generation, which forks nothing. Ends when the agent closes the line."""
     linux.set_title("closeranks: store", "cr-store")
     _take_limits(order)
     _take_streams(order)
