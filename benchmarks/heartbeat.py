@@ -3,8 +3,8 @@
 Run: ``python benchmarks/heartbeat.py [--rounds 400] [--steps 400]``. One process, gloo, no agent. Operations
 are timed around a stand-in that does nothing (gloo's own noise is larger than the hooks), as the best of the
 rounds. The step is real (a model that takes about 10 ms, a DataLoader, two all_reduces, SGD), hooks on and
-off in turn, as medians: there each hook runs once after milliseconds of matrix products, with none of its code
-and data left in the CPU's caches, and takes several times as long as in a loop.
+off in turn, as medians: there each hook runs once after milliseconds of matrix products, with none of its
+code and data left in the CPU's caches, and takes several times as long as in a loop.
 
 The peer: a heartbeat of NVIDIA's resiliency extension 0.4.1 (``send_heartbeat``, a message over a Unix
 socket) was measured at 91.7 us on a 2-core machine.
