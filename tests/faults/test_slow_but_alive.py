@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -128,4 +129,38 @@ def test_a_debugger_may_hold_a_rank(start_closeranks: Callable[..., object], tmp
     subprocess.run(command, check=False, capture_output=True, timeout=60)
     done = running.wait()
     assert done.returncode == 0, done.stderr
+    assert no_incident(runs), done.stderr
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_a_profiler_may_look_at_a_rank(start_closeranks: Callable[..., object], tmp_path: Path) -> None:
+    """py-spy stops its process a hundred times a second; with native frames, for longer each time."""
+    tool = Path(sys.executable).with_name("py-spy")
+    if not tool.exists():
+        pytest.skip("needs py-spy beside the interpreter")
+    runs = tmp_path / "runs"
+    running = start_closeranks(
+        *("run", "--nproc-per-node", "2", "--log-dir", runs, SCRIPT),
+        *("--steps", "400", "--checkpoint", tmp_path / "c.pt"),
+    )
+    wait_until_training(running)
+    rank, out = str(ranks_of(running)[0]), tmp_path / "profile"
+    command = [
+        tool,
+        "record",
+        "--native",
+        "--pid",
+        rank,
+        "--duration",
+        "5",
+        "--format",
+        "raw",
+        "--output",
+        out,
+    ]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    done = running.wait()
+    assert done.returncode == 0, done.stderr
+    assert out.stat().st_size > 0, "it saw nothing"
     assert no_incident(runs), done.stderr
