@@ -118,7 +118,7 @@ def test_a_spare_that_is_gone_opens_none() -> None:
 def test_one_that_can_t_open_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").touch()
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
     async def body(spare: Spare) -> None:
         with pytest.raises(ZygoteError, match=r"the store did not open: ModuleNotFoundError: .*torch"):
