@@ -47,6 +47,9 @@ IMPURE = {
     "select", "selectors", "shutil", "socket", "sqlite3", "subprocess", "tempfile", "threading", "time",
     "urllib", "uuid",
 }  # fmt: skip
+# Whole and tested, and used by nobody yet: what the next step, several machines, stands on. An entry leaves this
+# list with the first import of its module; a module that isn't in it may not be dead.
+FOUNDATIONS = {"closeranks.agent.store_process"}
 # The one module of a pure room that reads files for it, and the journal through its reader.
 LOADERS = {"closeranks.diagnose.load": {"pathlib", "os"}, "closeranks.goodput.load": {"pathlib", "os"}}
 LOADERS_MAY_IMPORT = {"closeranks.goodput.load": {"controller"}}
@@ -292,7 +295,8 @@ def test_no_file_is_dead() -> None:
             alive.add(name)
     packages = {name_of(path) for path in MODULES if path.name == "__init__.py"}
     dead = sorted({name_of(path) for path in MODULES} - packages - alive)
-    assert not dead, f"nothing imports {dead}"
+    assert not set(dead) - FOUNDATIONS, f"nothing imports {sorted(set(dead) - FOUNDATIONS)}"
+    assert not FOUNDATIONS - set(dead), f"in use by now: {sorted(FOUNDATIONS - set(dead))}"
 
 
 def test_no_room_is_empty() -> None:
