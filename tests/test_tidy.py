@@ -274,6 +274,10 @@ def test_fractions_of_something_say_of_what(path: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+# Built and tested before the part that uses it.
+NOT_USED_YET = {"closeranks.backoff", "closeranks.controller.connect"}
+
+
 def test_no_file_is_dead() -> None:
     """Every module is imported by another one, or named in a string: a verb's module, a process to start."""
     alive = {"closeranks", "closeranks.__main__", "closeranks.cli.main"}
@@ -291,8 +295,8 @@ def test_no_file_is_dead() -> None:
         if started or any(f"{name} " in f"{string} " for string in strings):
             alive.add(name)
     packages = {name_of(path) for path in MODULES if path.name == "__init__.py"}
-    dead = sorted({name_of(path) for path in MODULES} - packages - alive)
-    assert not dead, f"nothing imports {dead}"
+    dead = {name_of(path) for path in MODULES} - packages - alive
+    assert dead == NOT_USED_YET, f"nothing imports {dead - NOT_USED_YET}; used by now: {NOT_USED_YET - dead}"
 
 
 def test_no_room_is_empty() -> None:
