@@ -10,6 +10,7 @@ import random
 import signal
 import socket
 import ssl
+import struct
 import subprocess
 import sys
 import tempfile
@@ -385,6 +386,25 @@ def test_idle_strangers_dont_keep_the_good_ones_out(remote: Remote, agent: Crede
         assert told["took_s"] < 4.0
         assert remote.descriptors < 64 + 30
         assert told["turned_away"].get("made room for others", 0) > 0
+
+
+def test_strangers_that_were_turned_away_and_stay_have_no_more_than_their_places(remote: Remote) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(200):
+            sock = stack.enter_context(call(remote))
+            sock.sendall(NOISE["http"])
+        most = 0
+        for _ in range(50):
+            most = max(most, remote.descriptors)
+            time.sleep(0.01)
+        assert 20 < most < 64 + 30
+
+
+def test_a_session_is_not_resumed(remote: Remote, agent: Credentials) -> None:
+    context = client_context(agent)
+    with call_tls(remote, context) as sock:
+        assert sock.recv(1000) == frame(GREETING)
+        assert sock.session is not None and not sock.session.has_ticket
 
 
 def test_a_herd_of_good_ones_all_get_in(remote: Remote, agent: Credentials) -> None:
@@ -783,6 +803,36 @@ def test_a_message_of_ours_that_is_wrong_is_our_mistake(authority: Authority) ->
             assert found.peer.send(READY)
 
     asyncio.run(main())
+
+
+def test_a_reset_while_much_is_sent_is_quiet(authority: Authority, caplog: pytest.LogCaptureFixture) -> None:
+    """The transport would complain, once for each message, until it tells us."""
+    sent: list[int] = []
+
+    async def on_peer(peer: Peer) -> None:
+        while await peer.receive() is not None:
+            for _ in range(100):  # without a turn for the loop, which alone could tell of the end
+                time.sleep(0.002)
+                sent.append(peer.send({"type": "goodbye", "reason": "x" * 1000}))
+
+    async def main(credentials: Credentials | None) -> None:
+        served = authority.credentials(CONTROLLER) if credentials else None
+        async with ChannelServer("127.0.0.1", 0, served, on_peer) as server:
+            found = await connect("127.0.0.1", server.port, credentials)
+            assert found.peer is not None
+            found.peer.send(READY)
+            await asyncio.sleep(0)
+            found.peer._transport.get_extra_info("socket").setsockopt(  # type: ignore[union-attr]
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )
+            found.peer.abort("reset")
+            await asyncio.sleep(0.3)
+
+    for credentials in (authority.credentials(AGENT), None):
+        sent.clear()
+        asyncio.run(main(credentials))
+        assert sent and not sent[-1]
+    assert caplog.records == []
 
 
 def test_giving_up_on_an_attempt_leaves_nothing() -> None:

@@ -8,6 +8,7 @@ is read no further, and costs no more than ``max_unread_bytes``.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -164,7 +165,6 @@ class Peer(asyncio.Protocol):
             plain = data if self._tls is None else self._tls.decrypt(data)
             payloads = self._splitter.feed(plain)
         except ProtocolError as error:
-            self._flush_tls()  # an alert tells the other end why
             self.fail(error)
             return
         self._flush_tls()
@@ -225,15 +225,24 @@ class Peer(asyncio.Protocol):
     def _finish(self) -> None:
         """Close our half and wait, not for long, for the other: closing with something left to read would be
         a reset, which may overtake our last words.
+
+        The transport's own ``write_eof`` fails with a traceback when the other end has just reset.
         """
-        if self._transport is None or self._transport.is_closing() or self._finished:
+        transport = self._transport
+        if transport is None or transport.is_closing():
             return
-        self._finished = True
-        if self._tls is not None:
-            self._tls.end()
-            self._flush_tls()
-        self._transport.write_eof()
-        self._transport.resume_reading()
+        if not self._finished:
+            self._finished = True
+            if self._tls is not None:
+                self._tls.end()
+                self._flush_tls()  # with the alert that tells the other end why, should there be one
+            transport.set_write_buffer_limits(high=0)  # we are told when it is empty
+            transport.resume_reading()
+        if transport.get_write_buffer_size() == 0:
+            try:
+                transport.get_extra_info("socket").shutdown(socket.SHUT_WR)
+            except OSError:
+                transport.abort()
 
     def _raise_failure(self) -> None:
         if self.failure is not None:
