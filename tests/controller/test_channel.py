@@ -66,7 +66,7 @@ def remote(authority: Authority, agent: Credentials, tmp_path: Path) -> Iterator
         descriptors, resident_bytes = made.descriptors, made.resident_bytes
         yield made
         assert eventually(lambda: made.descriptors <= descriptors), (made.descriptors, descriptors)
-        assert stats(made, agent)["took_s"] < 1.0
+        assert stats(made, agent)["took_s"] < 3.0
         assert made.process.poll() is None
         assert made.resident_bytes - resident_bytes < ROOM_BYTES
         assert made.stderr == ""
@@ -176,6 +176,8 @@ def test_a_unix_socket_serves_its_own_user(tmp_path: Path) -> None:
         made.process.kill()
         made.process.wait()
         assert outcome(made, None) is ConnectOutcome.REFUSED
+        absent = Remote(made.process, str(tmp_path / "absent"), 0, made.stderr_file)
+        assert outcome(absent, None) is ConnectOutcome.REFUSED
     with serving(tmp_path, None, str(path)) as made:  # over the dead one's socket
         assert stats(made, None)["hellos"] == 1
         with pytest.raises(AssertionError, match="name another"), serving(tmp_path, None, str(path)):
@@ -738,6 +740,11 @@ def test_a_path_too_long_and_a_port_in_use_are_told(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="too long for a Unix socket"):
         asyncio.run(listen(str(tmp_path / ("x" * 120)), 0))
+    for port in (-1, 65536):
+        with pytest.raises(ConfigError, match="ports are 0 to 65535"):
+            asyncio.run(listen("127.0.0.1", port))
+        with pytest.raises(ConfigError, match="ports are 1 to 65535"):
+            asyncio.run(connect("127.0.0.1", port, None))
     told = pytest.raises(ConfigError, match=r"port \d+: Address already in use; name another")
     with socket.create_server(("127.0.0.1", 0)) as taken, told:
         asyncio.run(listen("127.0.0.1", taken.getsockname()[1]))

@@ -121,6 +121,8 @@ class ChannelServer:
                     f"the controller would listen on {self._address} without TLS, open to anyone on the "
                     "network; give it the job's credentials, or a loopback address"
                 )
+            if not 0 <= self._port < 65536:
+                raise ConfigError(f"the controller can't listen on port {self._port}: ports are 0 to 65535")
             return _listen_tcp(self._address, self._port)
         except ValueError as error:
             raise ConfigError(

@@ -74,6 +74,8 @@ async def connect(
     All of it, the look-up of a name included, takes at most ``timeout_s``. Raises ConfigError where the
     credentials can't be used, or are missing for another machine.
     """
+    if not 0 < port < 65536 and not address.startswith("/"):
+        raise ConfigError(f"the controller can't be at port {port}: ports are 1 to 65535")
     config = config or ChannelConfig()
     context = client_context(credentials) if credentials is not None else None
     loop = asyncio.get_running_loop()
