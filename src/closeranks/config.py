@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 __all__ = [
     "DEFAULT_RUNS_DIR",
     "BudgetConfig",
+    "ChannelConfig",
     "Entrypoint",
     "HangConfig",
     "LogConfig",
@@ -70,6 +71,28 @@ class HangConfig:
     hang_timeout_s: float = 1800.0
     sample_interval_s: float = 0.025
     init_stall_s: float = 10.0  # all ranks inside init_process_group and nothing moves
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelConfig:
+    """Bounds of the channel between controller and agents. Sizes are per connection.
+
+    Until it has proved who it is and said its first message, a connection is one of ``max_in_handshake``, for
+    at most ``handshake_timeout_s``; when there are too many, the oldest makes room once it has had
+    ``handshake_grace_s``. ``idle_timeout_s``: without one whole frame, so that single bytes don't count.
+    """
+
+    handshake_timeout_s: float = 5.0
+    handshake_grace_s: float = 0.5  # a TLS handshake takes two round trips
+    max_in_handshake: int = 64
+    max_connections: int = 4096
+    max_frame_bytes: int = 1 << 20
+    max_first_frame_bytes: int = 64 << 10
+    max_unsent_bytes: int = 4 << 20  # beyond that, a peer that doesn't read is closed
+    max_unread_bytes: int = 1 << 20  # beyond that, we read no more until our own side has caught up
+    max_bad_frames: int = 16
+    idle_timeout_s: float = 30.0
+    close_timeout_s: float = 1.0  # for what is still to be sent
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ CloseranksError
 ├── RunNotFound           no run directory, or no running job, under that name; exit 2
 ├── JournalError          the journal can't be opened or read
 ├── ProtocolError         a peer spoke out of turn, too long, or for another generation
+│   └── UntrustedPeer     a peer can't prove that it belongs to this job
 ├── ZygoteError           the zygote died or can't be used
 └── EvidenceError         an incident directory can't be read
 
@@ -21,6 +22,7 @@ __all__ = [
     "JournalError",
     "ProtocolError",
     "RunNotFound",
+    "UntrustedPeer",
     "UsageError",
     "ZygoteError",
 ]
@@ -58,6 +60,10 @@ class JournalError(CloseranksError):
 
 class ProtocolError(CloseranksError):
     """A message was malformed, oversized, or fenced off by its generation."""
+
+
+class UntrustedPeer(ProtocolError):
+    """Whoever is at the other end can't prove to be of this job, and in the role it has to have."""
 
 
 class ZygoteError(CloseranksError):

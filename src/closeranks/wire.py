@@ -10,15 +10,17 @@ import array
 import json
 import os
 import socket
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from closeranks.errors import ProtocolError
 
-__all__ = ["MAX_FDS", "MAX_PACKET_BYTES", "receive", "send", "socketpair"]
+__all__ = ["MAX_FDS", "MAX_PACKET_BYTES", "receive", "send", "socketpair", "user_of"]
 
 MAX_PACKET_BYTES = 192 * 1024  # below the default SO_SNDBUF of 208 KiB, above any environment we send
 MAX_FDS = 253  # SCM_MAX_FD of the Linux kernel
+_UCRED = struct.Struct("3i")  # struct ucred of unix(7): pid, uid, gid
 
 
 def socketpair() -> tuple[socket.socket, socket.socket]:
@@ -63,6 +65,12 @@ def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
         for fd in fds:  # nobody else will know of them
             os.close(fd)
         raise
+
+
+def user_of(sock: socket.socket) -> int:
+    """The user at the other end of a connected Unix socket, as the kernel knows it (SO_PEERCRED)."""
+    _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return int(uid)
 
 
 def _parse(packet: bytes) -> dict[str, Any]:

@@ -10,13 +10,12 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
-import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from closeranks.errors import UsageError
 from closeranks.faults import parse_spec
+from closeranks.wire import user_of
 
 if TYPE_CHECKING:
     from closeranks.agent.supervisor import Supervisor
@@ -26,7 +25,6 @@ __all__ = ["CONTROL_FILE", "ControlSocket"]
 CONTROL_FILE = "control.json"
 _MAX_LINE_BYTES = 65536
 _REQUEST_TIMEOUT_S = 5.0
-_UCRED = struct.Struct("3i")
 
 
 class ControlSocket:
@@ -67,10 +65,7 @@ class ControlSocket:
             writer.close()
 
     async def _answer(self, writer: asyncio.StreamWriter, line: bytes) -> dict[str, Any]:
-        sock = writer.get_extra_info("socket")
-        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-        _, uid, _ = _UCRED.unpack(credentials)
-        if uid not in (os.getuid(), 0):
+        if user_of(writer.get_extra_info("socket")) not in (os.getuid(), 0):
             return {"ok": False, "error": "this job belongs to another user"}
         try:
             request = json.loads(line)
