@@ -40,7 +40,7 @@ DOORS = {"closeranks": {"worker"}, "closeranks.__main__": {"cli"}}
 PURE_ROOMS = {"policy", "diagnose", "goodput"}
 PURE_MODULES = {
     f"closeranks.{name}"
-    for name in ("events", "errors", "taxonomy", "progress", "evidence", "config", "faults")
+    for name in ("events", "cluster_events", "errors", "taxonomy", "progress", "evidence", "config", "faults")
 }
 IMPURE = {
     "asyncio", "concurrent", "ctypes", "http", "multiprocessing", "os", "pathlib", "random", "secrets",
