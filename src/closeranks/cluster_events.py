@@ -166,10 +166,15 @@ class DrainReady:
 
 @dataclass(frozen=True, slots=True)
 class NodeGone:
-    """The engine is certain that the host is dead."""
+    """The engine is certain that the host is dead.
+
+    ``session``: that of the node when the engine was asked; with it the fact can't be about an earlier life
+    of the host, and is proof that its ranks are down. Without one it is a reason to stop renewing the lease.
+    """
 
     node: str
     reason: str
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True)

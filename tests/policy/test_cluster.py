@@ -148,22 +148,33 @@ def test_nobody_is_lost_at_the_first_tick_after_a_pause_of_the_controller():
     assert lab.wait(30.0) == []
 
 
-def test_a_node_that_is_gone_while_its_lease_runs_is_waited_for_like_a_lost_one():
-    """The engine may speak of the agent before this one."""
+def test_a_session_that_is_gone_is_down_at_once_and_its_node_excluded():
+    lab = running("ab", spares="c")
+    assert lab.feed(NodeGone("b", "power", "s1")) == [KillNode("a", 0)]
+    assert lab.state.nodes["b"].standing is Standing.EXCLUDED
+    assert lab.down("a") == [OpenStore("a", 1)]
+    assert lab.attach("b") == []
+    assert not holds_lease(lab.state, "b", "s1")
+
+
+def test_a_node_that_is_gone_in_who_knows_which_session_is_waited_for_like_a_lost_one():
+    """The engine may speak of the agent before this one, twice even."""
     lab = running("ab", spares="c")
     lab.silence("b")
     assert lab.feed(NodeGone("b", "power")) == [KillNode("a", 0)]
     assert lab.down("a") == []
+    assert lab.feed(NodeGone("b", "power")) == []
     assert lab.wait(2.5) == []
     assert lab.wait(0.5) == [OpenStore("a", 1)]
 
 
-def test_a_node_that_is_gone_after_its_lease_is_down():
+def test_a_lost_session_that_is_gone_is_not_waited_for_any_longer():
     lab = running("ab", spares="c", fence_margin_s=60.0)
     lab.silence("b")
     lab.wait(2.0)
     assert lab.down("a") == []
-    assert lab.feed(NodeGone("b", "power")) == [OpenStore("a", 1)]
+    assert lab.feed(NodeGone("b", "power", "s1")) == [OpenStore("a", 1)]
+    assert lab.state.nodes["b"].exclusions == 1
 
 
 def test_a_node_that_said_goodbye_is_down_and_not_excluded():
@@ -253,6 +264,7 @@ def test_a_node_that_does_not_start_is_lost_after_the_time_that_joining_may_take
         NodeLeft("a", "s0", ""),
         NodeLeft("z", "s1", ""),
         NodeGone("z", ""),
+        NodeGone("a", "", "s0"),
         NodeHeartbeat("a", "s0"),
         NodeHeartbeat("z", "s1"),
         NodeReady("a", "s0"),

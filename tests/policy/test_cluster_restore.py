@@ -131,6 +131,17 @@ def test_a_generation_that_was_ordered_starts_once_its_nodes_are_back():
     assert [start.generation for start in lab.start()] == [1, 1]
 
 
+@pytest.mark.parametrize("away_s", [5.0, 3600.0])
+def test_nodes_have_their_grace_to_attach_before_there_are_too_few(away_s):
+    lab = running("ab", min_nodes=2, join_timeout_s=60.0, reattach_grace_s=30.0)
+    lab.fail("a")
+    lab.down("a", "b")
+    crash(lab, away_s=away_s)
+    assert lab.wait(29.0) == []
+    lab.attach("a", "b")
+    assert [start.generation for start in lab.start()] == [1, 1]
+
+
 def test_what_a_lost_nodes_agent_may_do_by_now_is_waited_for_anew():
     """It may have seen the controller die before its lease was over, and have gone on for the grace."""
     lab = running("ab", spares="x", reattach_grace_s=30.0)

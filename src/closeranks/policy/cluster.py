@@ -7,10 +7,9 @@
                                  └──────────────────── all down ──────────────────────┘
 
 Whether a failed generation is worth another one is for policy.job; here is which nodes it gets. A new world
-starts only when every member of the old one is known to be down: by NodeDown, by NodeLeft, or because its
-lease ended ``fence_margin_s`` ago, when an agent has killed its ranks by itself; NodeGone spares that wait,
-once the lease is over. Facts of another generation, of another session, or of a node without a lease are
-dropped.
+starts only when every member of the old one is known to be down: by NodeDown, by NodeLeft or NodeGone of its
+session, or because its lease ended ``fence_margin_s`` ago, by when an agent has killed its ranks by itself.
+Facts of another generation, of another session, or of a node without a lease are dropped.
 
 What whoever drives this owes: a Tick at least twice a lease, after everything that had arrived; an answer to
 a heartbeat if ``holds_lease`` says so afterwards, and else an end of that connection, so that orders on their
@@ -55,6 +54,7 @@ from closeranks.policy.cluster_nodes import (
     HARDWARE_LIKE,
     accept,
     blame,
+    exclude,
     is_acceptable,
     make_room,
     on_health,
@@ -177,24 +177,26 @@ def _on_member_attached(
 
 
 def _on_absence(state: ClusterState, event: NodeLeft | NodeGone, now_s: float) -> Decision:
-    """The engine's word counts once the lease is over. Before that, whom does it talk about: the agent that
-    beats there, or the one before it? The wait is a lease at most."""
+    """Gone is gone, if it is certain which session: it is known to be down, and never comes back."""
     node = state.nodes.get(event.node)
     if node is None or node.link is Link.LEFT:
         return state, ()
-    if isinstance(event, NodeGone) and node.link is not Link.LOST:
-        return lose(state, event.node, f"the engine says that it is gone: {event.reason}", now_s)
-    if isinstance(event, NodeLeft):
-        if event.session != node.session:
-            return state, ()
-        state = with_node(state, replace(node, link=Link.LEFT, ready=False))
+    is_gone = isinstance(event, NodeGone)
+    why = f"the engine says that it is gone: {event.reason}" if is_gone else f"it left: {event.reason}"
+    if is_gone and not event.session:
+        return (state, ()) if node.link is Link.LOST else lose(state, event.node, why, now_s)
+    if event.session != node.session:
+        return state, ()
+    if is_gone and node.link is not Link.LOST:
+        node = exclude(state.config, node, why, now_s)
+    state = with_node(state, replace(node, link=Link.LEFT, ready=False))
     member = live_member(state, event.node)
-    if member is None or member.session != node.session:
+    if member is None or member.session != event.session:
         return state, ()
     state = with_member(state, replace(member, down=True))
     if member.succeeded:
         return state, ()
-    return fail_world(state, f"node {event.node} left: {event.reason}", now_s)
+    return fail_world(state, f"node {event.node} lost: {why}", now_s)
 
 
 # --- what members say -------------------------------------------------------------------------------

@@ -61,6 +61,8 @@ def _size(state: ClusterState, forming: Forming, pool: Pool, now_s: float) -> in
     if pool.count >= target:
         most = config.max_nodes if world is None or config.grow_back else target
         return max(target, min(len(pool.fit), most))
+    if any(node.link is Link.AWAITED for node in state.nodes.values()):
+        return None  # those that a controller's restart cut off have their grace
     enough = pool.count >= config.min_nodes
     if world is None and enough and now_s >= forming.since_s + config.last_call_s:
         return pool.count

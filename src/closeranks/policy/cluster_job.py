@@ -32,6 +32,7 @@ from closeranks.policy.cluster_state import (
     Link,
     Member,
     Stage,
+    is_reachable,
     live_member,
     with_member,
     with_node,
@@ -109,8 +110,7 @@ def end_order(state: ClusterState, member: Member) -> tuple[ClusterAction, ...]:
     """What a member of a world that ends is told, where it can be."""
     world = state.world
     assert world is not None and world.stage is Stage.ENDING, "an end without a beginning"
-    node = state.nodes.get(member.node)
-    if member.down or node is None or node.link is not Link.ATTACHED or node.session != member.session:
+    if member.down or not is_reachable(state, member):
         return ()
     if world.stop_signal is None:
         return (KillNode(member.node, world.generation),)

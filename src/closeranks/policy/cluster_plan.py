@@ -14,7 +14,16 @@ from closeranks.cluster_events import DrainRequested, PrepareDrain
 from closeranks.events import RestartPlanned, Tell
 from closeranks.policy.budget import one_line
 from closeranks.policy.cluster_job import ask_job
-from closeranks.policy.cluster_state import ClusterState, Decision, Node, Planned, Stage, World, with_node
+from closeranks.policy.cluster_state import (
+    ClusterState,
+    Decision,
+    Node,
+    Planned,
+    Stage,
+    World,
+    is_reachable,
+    with_node,
+)
 from closeranks.policy.cluster_world import order_of_ranks, spares_of
 
 __all__ = ["on_drain", "plan"]
@@ -54,8 +63,11 @@ def plan(state: ClusterState, now_s: float) -> Decision:
         return state, ()
     state = replace(state, world=replace(world, planned=planned))
     left_s = max(0.0, planned.due_s - now_s)
-    live = [member for member in order_of_ranks(world.members.values()) if not member.down]
-    return state, tuple(PrepareDrain(member.node, world.generation, left_s) for member in live)
+    return state, tuple(
+        PrepareDrain(member.node, world.generation, left_s)
+        for member in order_of_ranks(world.members.values())
+        if not member.down and is_reachable(state, member)  # the others are told when they attach again
+    )
 
 
 def _drain(state: ClusterState, draining: list[Node], now_s: float) -> Planned | None:

@@ -30,6 +30,7 @@ __all__ = [
     "Store",
     "World",
     "check_cluster_config",
+    "is_reachable",
     "live_member",
     "with_member",
     "with_node",
@@ -196,6 +197,12 @@ def live_member(state: ClusterState, name: str) -> Member | None:
         return None
     member = world.members.get(name)
     return None if member is None or member.down else member
+
+
+def is_reachable(state: ClusterState, member: Member) -> bool:
+    """Whether the agent that was given this place can be talked to."""
+    node = state.nodes.get(member.node)
+    return node is not None and node.link is Link.ATTACHED and node.session == member.session
 
 
 def check_cluster_config(config: ClusterConfig) -> None:
