@@ -220,7 +220,8 @@ class OpenStore:
 class StartNode:
     """Start ranks ``first_rank`` to ``first_rank + ranks - 1`` there, ``delay_s`` seconds from now.
 
-    An agent starts each generation once, none older than one it knows, and none while it holds no lease.
+    An agent starts each generation once, none older than one it knows, and none while it holds no lease; of
+    one that has ended there, or was killed before it began, it says NodeDown.
     """
 
     node: str

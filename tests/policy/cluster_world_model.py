@@ -145,6 +145,9 @@ class Model:
         self.journal = durable(self.state)
         assert not (before.finished and actions), "decided after the end"
         self._check(event, actions)
+        saved = isinstance(event, DrainReady) and before.world is not None
+        if saved and not any(member.ended_at_s is not None for member in before.world.members.values()):
+            assert self.state.job.budget == before.job.budget, "a drain was charged to the budget"
         for action in actions:
             self._send(action)
 
@@ -343,6 +346,8 @@ class Model:
                 self.say(agent, StoreOpened(node, generation, f"{node}:{generation}"))
             case StartNode(node, generation):
                 if generation <= agent.newest or self.now_s >= agent.lease_end_s:
+                    if agent.running is None:
+                        self.say(agent, NodeDown(node, generation))
                     return
                 assert agent.running is None, "told to start while older ranks live"
                 agent.newest, agent.running = generation, generation
