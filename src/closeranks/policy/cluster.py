@@ -100,7 +100,24 @@ def decide(state: ClusterState, event: ClusterEvent, now_s: float) -> Decision:
     if state.finished:
         return state, ()
     decision = _take(state, event, now_s)
-    return decision if isinstance(event, _QUIET) else settle(decision, now_s)
+    return decision if _is_quiet(decision[0], event) else settle(decision, now_s)
+
+
+def _is_quiet(state: ClusterState, event: ClusterEvent) -> bool:
+    """Whether nothing follows that can't wait: of what every member says, the last one's word counts."""
+    world = state.world
+    if not isinstance(event, NodeDown | NodeSucceeded | DrainReady):
+        return isinstance(event, _QUIET)
+    if world is None or world.generation != event.generation:
+        return False
+    members = world.members.values()
+    match event:
+        case NodeDown():
+            return not all(member.down for member in members)
+        case NodeSucceeded():
+            return not all(member.succeeded for member in members)
+        case DrainReady():
+            return not all(member.saved or member.down for member in members)
 
 
 def _take(state: ClusterState, event: ClusterEvent, now_s: float) -> Decision:
