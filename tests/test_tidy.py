@@ -38,21 +38,11 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 DOORS = {"closeranks": {"worker"}, "closeranks.__main__": {"cli"}}
 
 PURE_ROOMS = {"policy", "diagnose", "goodput"}
-PURE_MODULES = {
-    f"closeranks.{name}"
-    for name in (
-        "events",
-        "errors",
-        "taxonomy",
-        "progress",
-        "evidence",
-        "config",
-        "faults",
-        "messages",
-        "frames",
-        "backoff",
-    )
-}
+_PURE_SHARED = (
+    "backoff", "cluster_events", "config", "errors", "events", "evidence", "faults", "frames", "messages",
+    "progress", "taxonomy",
+)  # fmt: skip
+PURE_MODULES = {f"closeranks.{name}" for name in _PURE_SHARED}
 IMPURE = {
     "asyncio", "concurrent", "ctypes", "http", "multiprocessing", "os", "pathlib", "random", "secrets",
     "select", "selectors", "shutil", "socket", "sqlite3", "subprocess", "tempfile", "threading", "time",

@@ -11,6 +11,7 @@ __all__ = [
     "DEFAULT_RUNS_DIR",
     "BudgetConfig",
     "ChannelConfig",
+    "ClusterConfig",
     "Entrypoint",
     "HangConfig",
     "LogConfig",
@@ -53,6 +54,44 @@ class BudgetConfig:
     backoff_first_s: float = 0.5
     backoff_factor: float = 2.0
     backoff_max_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """A job over several nodes: how many, and how long to wait for what.
+
+    ``spares``: nodes to keep beside the world; where there are fewer, the engine is asked for more.
+    ``lease_s`` is the heartbeat's period; after ``lease_misses`` of it without one the lease is over. Then an
+    agent kills its ranks by itself, for which ``fence_margin_s`` leaves it the time.
+    """
+
+    min_nodes: int = 1
+    max_nodes: int = 1
+    spares: int = 0
+    lease_s: float = 1.0
+    lease_misses: int = 2
+    fence_margin_s: float = 1.0
+    join_timeout_s: float = 600.0  # for the nodes of a world; as torchrun's
+    last_call_s: float = 30.0  # for max_nodes, before the first world starts with fewer
+    reattach_grace_s: float = 30.0  # after a controller's restart, for members to attach again
+    # What an agent does by itself, without ranks: open a store, kill, check. One that doesn't is broken.
+    order_timeout_s: float = 60.0
+    # Short at first, as most nodes that get lost were only cut off; repeat offenders wait longer.
+    exclusion_s: float = 30.0
+    exclusion_factor: float = 4.0
+    exclusion_max_s: float = 3600.0
+    max_exclusions: int = 5  # a node that is excluded more often is given back for good
+    forgive_s: float = 86_400.0  # so long after an exclusion, earlier ones are forgotten
+    blame_window_s: float = 600.0  # twice the culprit of a hardware-like failure in this time: excluded
+    grow_back: bool = True
+    grow_cooldown_s: float = 600.0  # a world stays this long before it is restarted only to grow
+    drain_deadline_s: float = 300.0  # for a drain without a deadline of its own
+    drain_prepare_s: float = 60.0  # the part of a drain's deadline that is for finishing the step and saving
+
+    @property
+    def lease_length_s(self) -> float:
+        """How long a node may be silent."""
+        return self.lease_s * self.lease_misses
 
 
 @dataclass(frozen=True, slots=True)

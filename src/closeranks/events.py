@@ -22,6 +22,7 @@ __all__ = [
     "GenerationStarted",
     "KillGeneration",
     "Progress",
+    "RestartPlanned",
     "RunExit",
     "RunStarted",
     "StartGeneration",
@@ -78,6 +79,7 @@ class RunExit:
     USAGE = 2
     BUDGET_SPENT = 91
     NO_PROGRESS = 92
+    NO_NODES = 93
     DRAINED = 94
     CANNOT_START = 95
 
@@ -97,6 +99,7 @@ class FailureKind(StrEnum):
     EARLY_EXIT = "early_exit"  # a rank finished while the others still wait for it
     INIT_STALL = "init_stall"  # process-group init did not come to an end
     LAUNCH = "launch"  # a worker could not be started
+    NODE_LOST = "node_lost"  # a node, its agent or its store went away: nothing the script did
 
 
 # --- facts ------------------------------------------------------------------------------------------
@@ -166,8 +169,23 @@ class StopRequested:
     signal: int
 
 
+@dataclass(frozen=True, slots=True)
+class RestartPlanned:
+    """This generation is to make way for the next one, to drain a node, say. No failure: free of charge."""
+
+    generation: int
+    reason: str
+
+
 Event = (
-    RunStarted | GenerationStarted | Progress | Failure | GenerationDown | AllRanksSucceeded | StopRequested
+    RunStarted
+    | GenerationStarted
+    | Progress
+    | Failure
+    | GenerationDown
+    | AllRanksSucceeded
+    | StopRequested
+    | RestartPlanned
 )
 
 

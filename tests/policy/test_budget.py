@@ -27,7 +27,7 @@ from closeranks.policy.budget import (
 
 DEFAULT = BudgetConfig()
 REPLAYABLE = settings(print_blob=True, deadline=None, max_examples=200)
-EXTERNAL = (FailureKind.SIGNAL, FailureKind.STOPPED)
+EXTERNAL = (FailureKind.SIGNAL, FailureKind.STOPPED, FailureKind.NODE_LOST)
 ALL_BUT_STALLS = tuple(kind for kind in FailureKind if kind is not FailureKind.INIT_STALL)  # those: rule 0
 SCRIPT_ERRORS = (FailureKind.EXCEPTION, FailureKind.EXIT_CODE, FailureKind.CRASH)
 

@@ -23,6 +23,7 @@ from closeranks.events import (
     GenerationStarted,
     KillGeneration,
     Progress,
+    RestartPlanned,
     RunExit,
     RunStarted,
     StartGeneration,
@@ -368,6 +369,45 @@ def test_a_stop_without_a_real_signal_is_a_drain_by_sigterm(signal):
     assert job.finish(GenerationDown(0)).exit_code == RunExit.DRAINED
 
 
+# --- planned restarts -------------------------------------------------------------------------------
+
+
+def test_a_planned_restart_is_a_restart_at_no_charge():
+    job = running(BudgetConfig(max_restarts=0))
+    before = job.state.budget
+    for generation in range(10):
+        assert job.feed(RestartPlanned(generation, "node 7 drains")) == [KillGeneration(generation)]
+        (told,) = job.told
+        assert told.level == "info" and "node 7 drains" in told.text
+        assert job.feed(GenerationDown(generation)) == [StartGeneration(generation + 1, 0.0)]
+    assert job.state.budget == before
+
+
+def test_failures_after_a_planned_kill_are_its_consequences():
+    job = running()
+    job.feed(RestartPlanned(0, "drain"))
+    assert job.feed(failure(0), startup_error(0)) == []
+    assert job.feed(GenerationDown(0)) == [StartGeneration(1, 0.0)]
+    assert job.state.budget.restarts == 0
+
+
+def test_what_ends_or_is_to_start_anew_anyway_is_not_planned_for():
+    job = running()
+    job.feed(failure(0))
+    assert job.feed(RestartPlanned(0, "drain")) == []
+    job.feed(GenerationDown(0))
+    assert job.feed(RestartPlanned(0, "late")) == []
+    job.feed(TERM)
+    assert job.feed(RestartPlanned(1, "drain")) == []
+    assert job.finish(GenerationDown(1)).exit_code == 143
+
+
+def test_a_generation_that_is_down_unexplained_makes_way_at_once():
+    job = running()
+    job.feed(GenerationDown(0))
+    assert job.feed(RestartPlanned(0, "drain")) == [StartGeneration(1, 0.0)]
+
+
 # --- any order of events ----------------------------------------------------------------------------
 
 FAILURES = st.builds(
@@ -387,6 +427,7 @@ STOPS = st.builds(
 )
 FACTS: st.SearchStrategy[Event] = st.one_of(
     st.just(RunStarted()),
+    st.builds(RestartPlanned, st.just(0), st.just("test")),
     st.builds(GenerationStarted, st.just(0)),
     st.builds(Progress, st.just(0), st.integers(-1, 5)),
     FAILURES,
@@ -431,12 +472,14 @@ class Referee:
         self.killed: set[int] = set()
         self.stopped: set[int] = set()
         self.finishes = 0
+        self.planned = 0
         self.stop_seen = False
 
     def see(self, event: Event, actions: Iterable[Action]) -> None:
         if isinstance(event, GenerationDown):
             self.down.add(event.generation)
         self.stop_seen |= isinstance(event, StopRequested)
+        self.planned += isinstance(event, RestartPlanned)
         for action in actions:
             assert not self.finishes, f"{action} after the end"
             self._check(action)
@@ -450,7 +493,8 @@ class Referee:
                 assert not self.stop_seen, "started after a stop request"
                 assert delay_s >= 0
                 self.started.append(generation)
-                assert generation <= self.total + (self.total + 1) * MAX_INIT_STALLS, "budget overrun"
+                free = self.planned + (self.total + 1) * MAX_INIT_STALLS
+                assert generation <= self.total + free, "budget overrun"
             case KillGeneration(generation):
                 assert generation == current
                 assert generation not in self.killed
@@ -503,6 +547,8 @@ def test_restarts_never_exceed_the_total_where_no_init_stalls(config, history):
     state, starts, total = initial(config), 0, Referee(config).total
     for event, offset in [(RunStarted(), 0), *history]:
         if isinstance(event, Failure) and event.kind is FailureKind.INIT_STALL:
+            continue
+        if isinstance(event, RestartPlanned):
             continue
         state, actions = decide(state, at(state, event, offset), 0.0)
         starts += sum(isinstance(action, StartGeneration) for action in actions)

@@ -46,7 +46,7 @@ _MAX_TEXT_CHARS = 160
 _SCRIPT_ERRORS = frozenset({FailureKind.EXCEPTION, FailureKind.EXIT_CODE, FailureKind.CRASH})
 # Nothing the script did: the same script gets farther next time. Out of memory is not among them, as a leak
 # or too large a batch comes back at the same step.
-_EXTERNAL = frozenset({FailureKind.SIGNAL, FailureKind.STOPPED})
+_EXTERNAL = frozenset({FailureKind.SIGNAL, FailureKind.STOPPED, FailureKind.NODE_LOST})
 _FAILED = 1  # no code of the script's own to pass on; what torchrun ends with, too
 
 

@@ -4,7 +4,7 @@
 
     new ──RunStarted──> running ──Failure──> killing ──GenerationDown──> running (next generation)
                           │  ^                  │ └──────────────────> backoff ──its time──> running
-                          │  └──────────────────┘
+                          │  └──────────────────┘ (RestartPlanned likewise, at no charge)
                           └──StopRequested──> stopping ──StopRequested──> killing ──> finished
 
 ``AllRanksSucceeded`` finishes the job from every phase in which ranks run. An event of another generation
@@ -34,6 +34,7 @@ from closeranks.events import (
     GenerationStarted,
     KillGeneration,
     Progress,
+    RestartPlanned,
     RunExit,
     RunStarted,
     StartGeneration,
@@ -117,6 +118,8 @@ def decide(state: JobState, event: Event, now_s: float) -> _Decision:
             return _on_success(state)
         case StopRequested():
             return _on_stop_requested(state, event)
+        case RestartPlanned():
+            return _on_restart_planned(state, event, now_s)
     assert_never(event)
 
 
@@ -193,6 +196,22 @@ def _on_stop_requested(state: JobState, stop: StopRequested) -> _Decision:
         state = _enter(state, Phase.STOPPING, plan=finish)
         return state, (StopGracefully(generation, _signal_to_forward(stop)), tell)
     return _finish(state, finish)  # nothing runs: before the first generation, or between two
+
+
+def _on_restart_planned(state: JobState, planned: RestartPlanned, now_s: float) -> _Decision:
+    """The budget is for failures; whoever plans a restart answers for how often."""
+    if state.phase is not Phase.RUNNING:  # ending, or about to start anew anyway
+        return state, ()
+    plan = StartGeneration(state.generation + 1)
+    tell = Tell(
+        "info",
+        f"restarting all ranks as generation {plan.generation}, as planned: {one_line(planned.reason)}",
+    )
+    state = _enter(state, Phase.KILLING, plan=plan)
+    if state.is_down:
+        state, actions = _carry_out(state, now_s)
+        return state, (tell, *actions)
+    return state, (KillGeneration(state.generation), tell)
 
 
 # --- transitions ------------------------------------------------------------------------------------
