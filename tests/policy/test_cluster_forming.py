@@ -140,6 +140,16 @@ def test_the_store_moves_away_from_a_node_that_drains():
     assert actions[:2] == [KillNode("a", 0), OpenStore("b", 0)]
 
 
+def test_a_node_that_drains_is_not_asked_for_a_store_again():
+    """It was asked, is alone, and its connection broke."""
+    lab = gathering(min_nodes=1, max_nodes=1, last_call_s=0.0)
+    assert lab.attach("a") == [OpenStore("a", 0)]
+    lab.feed(DrainRequested("a", 60.0, "maintenance"))
+    assert only(lab.attach("a"), OpenStore) == []
+    lab.attach("b")
+    assert [start.node for start in lab.start()] == ["b"]
+
+
 def test_a_node_that_opens_no_store_is_cut_off():
     lab = gathering(max_nodes=2, order_timeout_s=10.0)
     lab.attach("a", "b", "c")

@@ -76,6 +76,7 @@ from closeranks.policy.cluster_state import (
     with_member,
     with_node,
 )
+from closeranks.policy.cluster_world import is_usable
 
 __all__ = ["ClusterState", "decide", "durable", "holds_lease", "initial", "restore"]
 
@@ -177,7 +178,10 @@ def _on_attached(state: ClusterState, event: NodeAttached, now_s: float) -> Deci
     store = forming.store if forming is not None else None
     if forming is None or store is None or (store.node, store.session) != (event.node, event.session):
         return state, ()
-    return state, () if store.address else (OpenStore(event.node, forming.generation),)
+    # One that is to leave since it was asked isn't asked again: another one will be.
+    if store.address or not is_usable(state.nodes[event.node], now_s):
+        return state, ()
+    return state, (OpenStore(event.node, forming.generation),)
 
 
 def _on_member_attached(
