@@ -159,6 +159,7 @@ class LogConfig:
     # Per rank, stream and generation: the first bytes are kept, then the newest ones, in this much together.
     max_file_bytes: int = 256 * 1024 * 1024
     console_buffer_bytes: int = 8 * 1024 * 1024
+    console_patience_s: float = 60.0  # at the end, a reader that is behind gets so long to take the rest
     prefix_template: str | None = None  # TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
 from pathlib import Path
 
@@ -224,8 +225,22 @@ def test_a_console_nobody_reads_blocks_no_rank_and_tells_what_it_left_out(tmp_pa
         assert (dropped["generation"], dropped["rank"], dropped["stream"]) == (0, 3, "stdout")
 
 
-def test_close_does_not_wait_for_a_console_nobody_reads(tmp_path: Path) -> None:
-    with Rig(tmp_path, out=Console(read=False)) as rig:
+def test_a_reader_that_comes_late_gets_all_of_it_and_what_was_left_out(tmp_path: Path) -> None:
+    console = Console(read=False)
+    with Rig(tmp_path, LogConfig(console_buffer_bytes=1 << 20), out=console) as rig:
+        rig.rank(0, FLOOD.format(blocks=100)).wait(PATIENCE_S)
+        rig.rank(1, "print('the reason')").wait(PATIENCE_S)
+        threading.Timer(4.0, console.start_reading).start()
+        assert rig.pump.close(PATIENCE_S)
+        console.wait_for(b"[1] the reason\n")
+        shown = console.lines.count("[0] " + "x" * 99)
+        (notice,) = [line for line in console.lines if "not shown here" in line]
+        assert notice.startswith(f"[closeranks: {100 * 640 - shown:,} lines of rank 0 not shown here;")
+        assert shown > 5000, "what fits into the buffer is shown"
+
+
+def test_close_does_not_wait_for_ever_for_a_console_nobody_reads(tmp_path: Path) -> None:
+    with Rig(tmp_path, LogConfig(console_patience_s=0.5), out=Console(read=False)) as rig:
         rig.rank(0, FLOOD.format(blocks=20)).wait(PATIENCE_S)
         started_s = time.monotonic()
         assert rig.pump.close(PATIENCE_S)

@@ -86,7 +86,7 @@ def test_workers_in_the_making_are_kept_until_the_end() -> None:
 
 def test_who_removes_shared_memory_gets_time_and_no_more() -> None:
     program = f"""
-        processes._CLEANER_GRACE_S = 1.0
+        processes.CLEANER_GRACE_S = 1.0
         quick = python({named("torch_shm_manager", 0.4)!r}, name="torch_shm_manag")
         slow = python({named("torch_shm_manager")!r}, name="torch_shm_manag")
         strays = Strays()
@@ -101,7 +101,7 @@ def test_who_removes_shared_memory_gets_time_and_no_more() -> None:
 
 def test_a_cleaner_that_stays_is_killed_at_a_later_restart() -> None:
     program = f"""
-        processes._CLEANER_GRACE_S = 0.3
+        processes.CLEANER_GRACE_S = 0.3
         slow = python({named("torch_shm_manager")!r}, name="torch_shm_manag")
         strays = Strays()
         asyncio.run(strays.kill(set()))

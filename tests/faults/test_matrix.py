@@ -139,6 +139,21 @@ def test_a_barrier_skipped_beside_collectives_from_cpp_is_proved(
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize(("world_size", "rank"), [(3, 1), (4, 0)])
+def test_a_collective_skipped_for_one_of_ddp_that_gloo_lets_pass_is_proved(
+    world_size: int, rank: int, run_closeranks: Callable[..., object], tmp_path: Path
+) -> None:
+    """No abort, no mismatch that Python could see: one rank never gets out of what the others left."""
+    runs = tmp_path / "runs"
+    script = SCRIPT.with_name("skip_reduce.py")
+    done = run_closeranks("run", "--nproc-per-node", str(world_size), "--log-dir", runs, script, str(rank))
+    assert done.returncode == 0, done.stderr
+    (verdict,) = verdicts(runs)
+    assert verdict["kind"] == "skip_collective", verdict
+    assert [culprit["rank"] for culprit in verdict["culprits"]] == [rank], verdict
+
+
+@pytest.mark.torch
 def test_a_sync_of_ddp_skipped_in_cpp_is_proved(
     run_closeranks: Callable[..., object], tmp_path: Path
 ) -> None:

@@ -7,12 +7,14 @@ import contextlib
 import os
 import resource
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from closeranks import __version__
 from closeranks.agent import guard
@@ -21,6 +23,9 @@ from closeranks.agent.private_dir import PrivateDir
 from closeranks.config import RunConfig
 from closeranks.errors import CloseranksError, ConfigError
 from closeranks.events import RunExit
+
+if TYPE_CHECKING:
+    from closeranks.agent.logs import LogPump
 
 __all__ = ["launch", "resolve_world_size"]
 
@@ -188,10 +193,27 @@ async def _run(config: RunConfig, run_dir: Path, private_dir: Path, world_size: 
             code = await supervisor.run()
             console.finished(supervisor.finish, time.monotonic() - began, supervisor.incidents.count, run_dir)
     finally:
-        pump.close(timeout_s=5.0)
+        _finish_output(pump)
         journal.close()
         shutil.rmtree(private_dir, ignore_errors=True)  # the guard does so too, if it lives
     return code
+
+
+class _CutShortError(Exception):
+    """A signal came while output was waiting for its reader."""
+
+
+def _cut_short(number: int, frame: object) -> None:
+    raise _CutShortError
+
+
+def _finish_output(pump: LogPump) -> None:
+    """All that was printed reaches a reader who is behind, unless a signal says that nobody cares."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _cut_short)
+    with contextlib.suppress(_CutShortError):
+        pump.close(timeout_s=5.0)
 
 
 def _shown(path: Path) -> str:

@@ -76,6 +76,7 @@ class Pump:
         self._outbox: deque[Message] = deque(maxlen=MAX_OUTBOX)
         self.files = FileWriter(self._wake, self._report)
         limit = int(config["console_buffer_bytes"])
+        self._console_patience_s = float(config["console_patience_s"])
         out = Console(out_fd, limit, self._wake, self._report)
         # One queue where both are the same terminal, pipe or file, or their lines would tear each other.
         same = _same_file(out_fd, err_fd)
@@ -336,24 +337,43 @@ class Pump:
         return not self._streams
 
     def _flush(self) -> None:
-        """Everything read goes out, as far as disk and console take it in time."""
+        """Everything read goes out, as far as disk and console take it in time.
+
+        The job is over: a pager or a slow pipe holds nobody up any more, and what it hasn't taken yet has the
+        reason of the end in it. Without the agent nobody has the patience.
+        """
         for stream in list(self._streams.values()):
             self._finish(stream)
         end = object()
         self.files.mark(end)
-        deadline_s = (self._close_at_s or 0.0) + FLUSH_S
-        written = False
-        while time.monotonic() < deadline_s:
-            written = written or end in self.files.done() or self.files.stalled()
-            for stream in self._ticking:
-                if stream.view is not None:
-                    stream.view.tick(time.monotonic())
-            if written and all(console.idle() or console.stalled() for console in self.consoles):
-                break
+        disk_limit_s = (self._close_at_s or 0.0) + FLUSH_S
+        console_limit_s = (
+            time.monotonic() + self._console_patience_s if self._asked_to_close else disk_limit_s
+        )
+        written = shown = told = False
+        while not (written and shown):
+            if written and not told:
+                told = True
+                self._outbox.append({"type": "behind"})
+                self._send()
+            now_s = time.monotonic()
+            written = written or end in self.files.done() or self.files.stalled() or now_s >= disk_limit_s
+            shown = self._all_shown(now_s) or now_s >= console_limit_s
             time.sleep(PACE_S)
         while self._reports:
             self._outbox.append(self._reports.popleft())
         self._send()
+
+    def _all_shown(self, now_s: float) -> bool:
+        """Whether the consoles have everything, notices of what was left out included."""
+        waiting = False
+        for stream in self._ticking:
+            if stream.view is not None and not stream.view.console.gone:
+                stream.view.tick(now_s)
+                waiting = waiting or bool(stream.view.waiting)
+        if not self._asked_to_close and any(console.stalled() for console in self.consoles):
+            return True
+        return not waiting and all(console.idle() for console in self.consoles)
 
 
 def _bytes_in(fd: int) -> int:

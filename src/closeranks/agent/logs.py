@@ -222,9 +222,10 @@ class LogPump:
         self._exchange()
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Write out all there is and end the pump, within about ``timeout_s``; False = it had to be killed.
+        """Write out all there is and end the pump; False = it had to be killed.
 
-        Calling it again does nothing.
+        Within about ``timeout_s``; a console that is behind gets ``console_patience_s`` more. Calling it
+        again does nothing.
         """
         if self._closed:
             return True
@@ -235,8 +236,12 @@ class LogPump:
                 self.restart()
         if self.alive:
             self._post(pack({"type": "close", "timeout_s": timeout_s * 0.8}))
+        patient = False
         while self.alive and (left_s := deadline_s - time.monotonic()) > 0:
             self._wait(left_s)  # it ends by closing its end of the channel
+            if not patient and any(message["type"] == "behind" for message in self._inbox):
+                patient = True  # it is alive, and all it waits for is a reader
+                deadline_s = time.monotonic() + timeout_s + self._config.console_patience_s
         ended = not self.alive
         self._drop_channel()
         self._reap(kill=not ended)
@@ -279,6 +284,7 @@ class LogPump:
             "type": "config",
             "max_file_bytes": config.max_file_bytes,
             "console_buffer_bytes": config.console_buffer_bytes,
+            "console_patience_s": config.console_patience_s,
             "filters": [list(config.stdout_filters), list(config.stderr_filters)],
         }
         self._outbox.appendleft((pack(settings), (), None, False))

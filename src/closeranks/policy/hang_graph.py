@@ -51,11 +51,13 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Hopeless:
-    """Why a collective can't complete: members that haven't come, members that came with another one."""
+    """Why a collective can't complete: members that haven't come, members that came with another one, or
+    members that have completed theirs, so that nothing is to be had from anybody any more."""
 
     op: Op
     missing: frozenset[int]
     mismatched: frozenset[int]
+    done_by: frozenset[int] = frozenset()
 
 
 def needs_all(op: Op) -> bool:
@@ -184,8 +186,23 @@ def hopeless(rank: int, op: Op, samples: Mapping[int, RankSample], world: frozen
         elif _came_with_another(op, samples[member]):
             mismatched.add(member)
     if not missing and not mismatched:
-        return None
+        done_by = _done_by(op, samples, members - {rank})
+        return Hopeless(op, frozenset(), frozenset(), done_by) if done_by else None
     return Hopeless(op, frozenset(missing), frozenset(mismatched))
+
+
+def _done_by(op: Op, samples: Mapping[int, RankSample], others: frozenset[int]) -> frozenset[int]:
+    """Members for which this collective is over though all came and ``op`` isn't: a symmetric one ends for
+    all within moments, unless they met in unequal ones. gloo lets those pass on some ranks.
+    """
+    if not needs_all(op):
+        return frozenset()
+    done = set()
+    for member in others:
+        status = _status(samples[member], op.group)
+        if status is not None and status.last_completed >= op.seq:
+            done.add(member)
+    return frozenset(done)
 
 
 def waits_for(op: Op, other: int, samples: Mapping[int, RankSample], world: frozenset[int]) -> bool:

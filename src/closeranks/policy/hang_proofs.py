@@ -98,6 +98,10 @@ def _stuck(scene: Scene) -> Candidate | None:
         ranks = _odd_ones(ends)
         text = f"{describe_ranks(ranks)} {choose(ranks, 'is', 'are')} in another collective than the rest"
         return Candidate("desync", ranks, f"{text}: {_places(scene, living)}", need_s, ready, idle)
+    outrun = tuple(sorted(rank for rank, found in ends.items() if any(end.done_by for end in found)))
+    if outrun:
+        text = f"{describe_ranks(outrun)} {choose(outrun, 'is', 'are')} left in what others completed"
+        return Candidate("desync", outrun, f"{text}: {_places(scene, living)}", need_s, ready, idle)
     left = tuple(sorted(rank for rank in missing if not scene.samples[rank].alive))
     if left:
         ready = ready and all((scene.tracks[rank].gone_s or 0.0) >= scene.bound_s for rank in left)
