@@ -70,6 +70,7 @@ class _Scan:
     fallen: Fallen
     offsets: dict[int, int] = field(default_factory=dict)  # steps that a rank is ahead by habit
     judged: int = 0
+    unclear: int | None = None  # since when there were differences that decided nothing
     meetings: dict[tuple[int, int, _Site], set[_Site]] | None = None
     histories: dict[int, History] = field(default_factory=dict)
 
@@ -142,6 +143,7 @@ def _first_difference(view: View, group: int, fallen: Fallen) -> Desync | None:
             continue
         hard = len({_shape(record) for record in present.values() if record is not None}) > 1
         if not hard and _same(scan, present):
+            scan.unclear = None
             continue
         if not hard:
             scan.judged += 1
@@ -151,6 +153,7 @@ def _first_difference(view: View, group: int, fallen: Fallen) -> Desync | None:
         desync = _decide(scan, seq, present, hard)
         if desync is not None:
             return desync
+        scan.unclear = seq if scan.unclear is None else scan.unclear
         _get_used_to(scan, present)
     return None
 
@@ -264,7 +267,10 @@ def _decide(scan: _Scan, seq: int, present: Mapping[int, Collective | None], har
     for rank, record in present.items():
         mark = (_shape(record) if record is not None else None) if hard else _mark(scan, rank, record)
         sides.setdefault(mark, []).append(rank)
-    judgements = {rank: scan.judge(rank, seq) for rank in present}
+    at = seq
+    if hard and scan.unclear is not None and len(present) == 2:
+        at = scan.unclear  # two ranks have been apart since then: there it began, and here it only shows
+    judgements = {rank: scan.judge(rank, at) for rank in present}
     proved = hard or _is_proved(scan, seq, present)
     deviants = [r for r in present if judgements[r].conduct.deviates]
     if not proved:

@@ -140,8 +140,13 @@ def _from_error(view: View, entry: RankEvidence, when_ns: int | None) -> Death:
         return _killed(entry, signal.SIGINT, when_ns)
     where = error.place or _last_place(error.traceback)
     name = error.type.removeprefix("builtins.")
-    leaf, confidence = _memory_or(view, reading)
+    leaf, confidence = _memory_or(view, reading, error.message)
     lines = [shown]
+    if leaf != reading.leaf:
+        counted = line(
+            "kernel", "no OOM kill was counted", "so somebody sent that signal, who isn't recorded"
+        )
+        lines.append(counted)
     if (frame := frame_text(entry)) and not error.place:
         lines.append(line(f"rank {entry.rank} stack", frame, "where it was"))
     finding = Finding(
@@ -157,9 +162,11 @@ def _from_error(view: View, entry: RankEvidence, when_ns: int | None) -> Death:
     return Death(entry.rank, Role.BROKE, when_ns, shown, finding)
 
 
-def _memory_or(view: View, reading: Reading) -> tuple[str, float]:
+def _memory_or(view: View, reading: Reading, message: str) -> tuple[str, float]:
     """A DataLoader worker killed by SIGKILL is out of memory only if the kernel says so."""
-    return reading.leaf, 0.97 if reading.leaf != "app.host_oom" or view.evidence.host.oom_kills else 0.9
+    if reading.leaf != "app.host_oom" or view.evidence.host.oom_kills:
+        return reading.leaf, 0.97
+    return ("unknown" if "killed by signal" in message else reading.leaf), 0.9
 
 
 def _last_place(traceback: str) -> str:

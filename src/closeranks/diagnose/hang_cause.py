@@ -172,13 +172,13 @@ def _narrow(view: View, graph: WaitGraph, roots: list[int]) -> tuple[int, ...]:
 def _left(view: View, graph: WaitGraph, gone: list[int]) -> Finding | None:
     """Some finished, others wait for them: did they leave too early, or do the others do too much?"""
     waiters = [rank for rank in graph.waiters if rank not in gone]
+    if len(gone) == len(waiters) and _out_of_step(view, (*gone, *waiters)):
+        return None
     extra = [rank for rank in waiters if _open_conduct(view, rank) is Conduct.EXTRA]
-    if extra and len(extra) == len(waiters):
+    if extra and len(extra) == len(waiters) <= len(gone):  # a collective that comes once: most know it
         return early_exit(view, graph.waits, tuple(gone), tuple(extra), extra=True, confidence=0.85)
     if len(waiters) < len(gone):
         return early_exit(view, graph.waits, tuple(gone), tuple(waiters), extra=True, confidence=0.75)
-    if len(gone) == len(waiters) and _out_of_step(view, (*gone, *waiters)):
-        return None
     return early_exit(view, graph.waits, tuple(gone), tuple(waiters), extra=False, confidence=0.93)
 
 
