@@ -213,12 +213,15 @@ def test_where_there_are_none_those_that_had_to_go_elsewhere_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     make(fallback_runs_dir(), "20261201-000000-a-0001")
-    assert find_run("latest", tmp_path / "unwritable").name == "20261201-000000-a-0001"
-    make(tmp_path / "runs", "20261202-000000-b-0002")
-    assert find_run("latest", tmp_path / "runs").name == "20261202-000000-b-0002"
+    assert find_run("latest", "closeranks-runs").name == "20261201-000000-a-0001"
+    with pytest.raises(RunNotFound, match="no runs under"):
+        find_run("latest", tmp_path / "named")  # who names a place means it
+    make(tmp_path / "closeranks-runs", "20261202-000000-b-0002")
+    assert find_run("latest", "closeranks-runs").name == "20261202-000000-b-0002"
     with pytest.raises(RunNotFound):
-        find_run("20261201-000000-a-0001", tmp_path / "runs")
+        find_run("20261201-000000-a-0001", "closeranks-runs")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory to someone else")
@@ -228,5 +231,6 @@ def test_runs_of_someone_else_in_the_shared_place_are_not_ours(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     make(fallback_runs_dir(), "20261201-000000-a-0001")
     os.chown(fallback_runs_dir(), 12345, 12345)
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(RunNotFound, match="no runs under"):
-        find_run("latest", tmp_path / "unwritable")
+        find_run("latest", "closeranks-runs")

@@ -180,8 +180,10 @@ class FaultDelivery:
         for fault in faults:
             if not fault.over:
                 fault.over = True
-                spec = format_spec(fault.spec)
-                self._owner.notice(f"injected fault did not happen before the ranks ended: {spec}")
+                text = f"injected fault did not happen before the ranks ended: {format_spec(fault.spec)}"
+                if fault.spec.kind in TAMPER_KINDS:
+                    text += " (it takes a collective on the default group, called from Python)"
+                self._owner.notice(text)
 
     def _has_fired(self, generation: int, fault: _Fault, step: Any) -> None:
         fault.generation, fault.over = generation, True

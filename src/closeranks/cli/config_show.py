@@ -49,7 +49,8 @@ def main(argv: list[str]) -> int:
         print(_PAGE, end="")
         return 0
     if argv[:1] != ["show"]:
-        raise UsageError(f"there is no 'closeranks config {' '.join(argv)[:80]}'; use closeranks config show")
+        given = " ".join(["closeranks config", *argv])[:100]
+        raise UsageError(f"there is no '{given}'; use closeranks config show")
     parsed = parse(argv[1:], os.environ, (_JSON,))
     if parsed.has("help"):
         print(_PAGE, end="")

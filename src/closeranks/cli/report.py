@@ -49,6 +49,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Exit code 0. Raises RunNotFound, JournalError or ConfigError, which end the command with 2."""
+    from closeranks.controller.runs import place_of_runs
+
+    place = place_of_runs(args.runs_dir)
+    if place != Path(args.runs_dir):
+        sys.stderr.write(f"closeranks: no {args.runs_dir} here; runs that had to go elsewhere: {place}\n")
+        args.runs_dir = str(place)
     print(_list(args) if args.list else _incident(args) if args.incident else _report(args))
     return 0
 

@@ -18,7 +18,16 @@ from pathlib import Path
 from closeranks.config import DEFAULT_RUNS_DIR
 from closeranks.errors import ConfigError, RunNotFound
 
-__all__ = ["JOURNAL_NAME", "LATEST", "create_run_dir", "fallback_runs_dir", "find_run", "job_id", "list_runs"]
+__all__ = [
+    "JOURNAL_NAME",
+    "LATEST",
+    "create_run_dir",
+    "fallback_runs_dir",
+    "find_run",
+    "job_id",
+    "list_runs",
+    "place_of_runs",
+]
 
 LATEST = "latest"
 JOURNAL_NAME = "journal.db"
@@ -105,16 +114,25 @@ def list_runs(runs_dir: Path | str) -> list[Path]:
     return [Path(runs_dir) / name for name in sorted(names)]
 
 
+def place_of_runs(runs_dir: Path | str) -> Path:
+    """``runs_dir``; where the default one doesn't exist, the place for runs that can't be kept there."""
+    fallback = fallback_runs_dir()
+    here = Path(runs_dir)
+    if str(here) != DEFAULT_RUNS_DIR or here.exists() or not fallback.is_dir():
+        return here
+    return fallback if fallback.stat().st_uid == os.getuid() else here
+
+
 def find_run(text: str, runs_dir: Path | str) -> Path:
     """The run directory that ``text`` means: a path, an id, the unique beginning of one, or "latest".
 
-    Where ``runs_dir`` holds no runs, those in ``fallback_runs_dir()`` are meant. Raises RunNotFound, with the
-    nearest names, when none or several answer to it.
+    Where ``runs_dir`` is the default and holds no runs, those in ``fallback_runs_dir()`` are meant. Raises
+    RunNotFound, with the nearest names, when none or several answer to it.
     """
     runs = list_runs(runs_dir)
-    fallback = fallback_runs_dir()
-    if not runs and fallback.is_dir() and fallback.stat().st_uid == os.getuid():
-        runs_dir, runs = fallback, list_runs(fallback)
+    if not runs:
+        runs_dir = place_of_runs(runs_dir)
+        runs = list_runs(runs_dir)
     if text in ("", LATEST):
         return _latest(Path(runs_dir), runs)
     by_name = {run.name: run for run in runs}
