@@ -178,8 +178,12 @@ def undocumented() -> Iterator[str]:
     config = to_config(parsed, lambda: "id")
     given = rank_environment(
         config,
+        rank=0,
+        world_size=2,
         local_rank=0,
         local_world_size=2,
+        node_rank=0,
+        node_count=1,
         generation=0,
         master_port=1,
         run_id="",
