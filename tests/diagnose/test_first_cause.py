@@ -11,7 +11,7 @@ import pytest
 
 from closeranks.diagnose import diagnose, first_cause
 from closeranks.events import ExitStatus
-from closeranks.evidence import ErrorRecord, Evidence, RankEvidence, ThreadFacts
+from closeranks.evidence import ErrorRecord, Evidence, HostFacts, RankEvidence, ThreadFacts
 from closeranks.progress import Phase
 from closeranks.taxonomy import leaf
 
@@ -176,6 +176,38 @@ def test_an_exit_code_after_a_lost_peer_is_a_victims() -> None:
     assert diagnose(job.evidence("exit", entries)).culprit_ranks == (1,)
     entries[0] = died_at(job, 0, ExitStatus(code=9), 1, log_tail=("giving up: Connection reset by peer",))
     assert diagnose(job.evidence("exit", entries)).culprit_ranks == (1,)
+
+
+def test_a_killed_data_loader_worker_is_out_of_memory_only_if_that_was_counted() -> None:
+    job = halted(4, 1)
+    killed = "DataLoader worker (pid 26316) is killed by signal: Killed. "
+    entries = {1: replace(job.alive(job.ranks[1]), error=error(job, 5, "RuntimeError", killed))}
+    evidence = job.evidence("exception", entries)
+    verdict = diagnose(evidence)
+    assert (verdict.leaf, verdict.culprit_ranks) == ("unknown", (1,))
+    assert any("no OOM kill was counted" in line.line for line in verdict.evidence)
+    verdict = diagnose(replace(evidence, host=HostFacts(oom_kills=1)))
+    assert (verdict.leaf, verdict.culprit_ranks) == ("app.host_oom", (1,))
+
+
+def test_who_left_before_a_collective_that_comes_once_left_early() -> None:
+    """The others have waited there until they lost it; none of them ever came to that line before."""
+
+    def script(step: int, rank: int) -> list[Op]:
+        last = [Op("barrier", 70, 0, "none")] if step == 19 else []
+        return [*scenes.plain(step, rank), *last]
+
+    job = Job(3, script, 2, fault_step=19, total_steps=20, tamper=without(2))
+    job.run()
+    left = job.ranks[2]
+    assert left.finished and not job.ranks[0].finished
+    entries = {
+        2: job.dead(left, ExitStatus(code=0)),
+        0: job.victim(job.ranks[0], CLOSED, at_ns=job.now_ns + 2 * MS),
+        1: job.victim(job.ranks[1], CLOSED, at_ns=job.now_ns + 3 * MS),
+    }
+    verdict = diagnose(job.evidence("exit", entries))
+    assert (verdict.kind, verdict.culprit_ranks) == ("early_exit", (2,)), verdict
 
 
 def test_interrupts_and_other_signals() -> None:

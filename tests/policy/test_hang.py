@@ -672,6 +672,52 @@ def test_p3_not_while_the_flight_recorder_says_they_all_came():
     assert_never_acted(job)
 
 
+def unequal(size: int, culprit: int, op: str = "all_reduce") -> Job:
+    """``culprit`` skipped one collective and is in one from C++ in its place; gloo let the others through it,
+    and they are in the next."""
+    job = trained(size)
+    at = job.seq + 1
+    for rank in job.ranks:
+        rank.go(Wait.FOREVER)
+        rank.threads = [thread(Wait.TIMED, "pt_gloo_runloop")]
+        done = rank.number != culprit
+        rank.groups = (GroupStatus("0", at + done, at - 1 + done, op),)
+    return job
+
+
+@pytest.mark.parametrize(("size", "culprit"), EVERY_RANK)
+def test_p3_left_in_what_the_others_completed(size: int, culprit: int):
+    job = unequal(size, culprit)
+    found = job.acted_on(job.now_s, 2 * FLOOR_S)
+    assert (found.trigger.kind, found.trigger.ranks) == ("desync", (culprit,))
+    assert "left in what others completed" in found.trigger.detail
+
+
+@pytest.mark.parametrize("busy", ["cpu", "io", "another thread"])
+def test_p3_not_while_what_the_others_completed_may_still_come(busy: str):
+    """A large one whose last bytes are on their way to one of the ranks."""
+    job = unequal(4, 2)
+    rank = job.ranks[2]
+    if busy == "cpu":
+        rank.cpu_per_s = 0.5
+    elif busy == "io":
+        rank.io_per_s = 50e6
+    else:
+        rank.threads = [thread(Wait.RUNNING, "copies")]
+    job.run(60)
+    assert_never_acted(job)
+
+
+def test_p3_not_for_a_broadcast_whose_source_has_left_it():
+    job = unequal(4, 2, "broadcast")
+    for rank in job.ranks:
+        if rank.number != 2:
+            rank.groups = (GroupStatus("0", job.seq + 1, job.seq + 1),)
+            rank.go(Wait.TIMED)
+    job.run(60)
+    assert_never_acted(job)
+
+
 @pytest.mark.parametrize(("size", "culprit"), EVERY_RANK)
 def test_p4_blocked_outside_any_collective(size: int, culprit: int):
     job = trained(size)
