@@ -129,6 +129,11 @@ def _summary(
     if wrong is None:
         return f"{who} is in another collective than {others} at #{clash.seq} of {group}"
     here = f"#{clash.seq} of {group} (step {wrong.step}, {call_site(wrong)})"
+    if kind == Conduct.EXTRA.value and _are_unseen(clash):
+        cpp = "one issued from C++ (backward?)"
+        return (
+            f"{who} issued {wrong.op} {here}, where {others} came to {cpp}: it is extra, or that was skipped"
+        )
     if kind == Conduct.EXTRA.value:
         theirs = f"{due.op} ({call_site(due)})" if due is not None else "another collective"
         return f"{who} issued an extra {wrong.op} {here}, where {others} came to {theirs}"
@@ -141,6 +146,11 @@ def _summary(
     if kind == Conduct.OTHER_ORDER.value:
         return f"{who} entered its groups in another order than {others}: {wrong.op} {here}"
     return f"{who} issued {wrong.op} {here}, where {others} came to {due.op} ({call_site(due)})"
+
+
+def _are_unseen(clash: Clash) -> bool:
+    """Whether no hook saw what the others issued there."""
+    return all(record is None for rank, record in clash.present.items() if rank not in clash.culprits)
 
 
 def _lines(view: View, clash: Clash) -> list[EvidenceLine]:
