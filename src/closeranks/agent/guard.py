@@ -88,8 +88,8 @@ def _finish(pids: frozenset[int], timeout_s: float) -> None:
         time.sleep(_KILL_PAUSE_S)
 
 
-def _bury(killed_pid: int, number: int) -> int:
-    """After the agent's violent end: nothing may be left. Returns the exit code to leave with."""
+def _bury(what: str, killed_pid: int, number: int) -> int:
+    """After the violent end of agent or keeper: nothing may be left. Returns the exit code to leave with."""
     below = procfs.descendants(os.getpid())
     pumps = frozenset(pid for pid in below if _is_log_pump(pid))
     cleaners = frozenset(pid for pid in below if is_cleaner(pid))
@@ -100,7 +100,7 @@ def _bury(killed_pid: int, number: int) -> int:
     told = f"; still there, stuck in the kernel: {left}" if left else ""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(
-            f"closeranks: error: the agent (pid {killed_pid}) was killed by {signal_name(number)}; "
+            f"closeranks: error: the {what} (pid {killed_pid}) was killed by {signal_name(number)}; "
             f"every rank was stopped with it{told}. Start the same command again to resume from the last "
             "checkpoint.\n"
         )
@@ -127,8 +127,10 @@ def _fork(child: Callable[[], int]) -> int:
         os._exit(code)
 
 
-def _guard(child: Callable[[], int], clean_up: Callable[[], None], watched: set[int]) -> int:
+def _guard(what: str, child: Callable[[], int], clean_up: Callable[[], None], watched: set[int]) -> int:
     """Run ``child`` in a fork, pass signals on to it, clear away what it leaves. Returns its exit code.
+
+    ``what`` it is, for people: the agent, or the keeper.
 
     ``_PARENT_DIED`` among these signals means: ``child`` should end by itself now, and is killed if not.
     """
@@ -154,7 +156,7 @@ def _guard(child: Callable[[], int], clean_up: Callable[[], None], watched: set[
             kill_descendants()
             code = os.WEXITSTATUS(status)
         else:
-            code = _bury(pid, os.WTERMSIG(status))
+            code = _bury(what, pid, os.WTERMSIG(status))
         clean_up()
         return code
 
@@ -182,11 +184,11 @@ def supervise(agent: Callable[[int], int], clean_up: Callable[[], None], watched
         linux.die_with_parent(_PARENT_DIED)
         if os.getppid() != guard_pid:  # it died before that call
             return 128 + signal.SIGKILL
-        return _guard(named_agent, clean_up, watched | {_PARENT_DIED})
+        return _guard("agent", named_agent, clean_up, watched | {_PARENT_DIED})
 
     def named_agent() -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {_PARENT_DIED})
         linux.set_title("closeranks: agent", "cr-agent")
         return agent(guard_pid)
 
-    return _guard(keeper, clean_up, watched)
+    return _guard("keeper", keeper, clean_up, watched)

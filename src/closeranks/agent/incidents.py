@@ -115,12 +115,18 @@ class Incidents:
             step_p99_s=self._owner.watch.step_p99_s,
         )
 
-    def picture(self, world: World, trigger: Trigger) -> None:
-        """Keep what a suspicion looked like, in the background; nothing is killed for it."""
+    def picture(self, world: World, trigger: Trigger) -> str:
+        """Keep what a suspicion looked like, in the background; nothing is killed for it.
+
+        Returns the directory's name in the run directory, or "" where no more are kept.
+        """
         self._pictures += 1
-        if self._pictures <= _MAX_PICTURES and self._picturing is None:
-            self._picturing = asyncio.get_running_loop().create_task(self._picture(world, trigger))
-            self._picturing.add_done_callback(self._pictured)
+        if self._pictures > _MAX_PICTURES or self._picturing is not None:
+            return ""
+        name = f"suspicion-{self._pictures:03d}"
+        self._picturing = asyncio.get_running_loop().create_task(self._picture(world, trigger, name))
+        self._picturing.add_done_callback(self._pictured)
+        return f"incidents/{name}"
 
     def _pictured(self, task: asyncio.Task[None]) -> None:
         self._picturing = None
@@ -133,8 +139,7 @@ class Incidents:
         if self._picturing is not None:
             self._picturing.cancel()
 
-    async def _picture(self, world: World, trigger: Trigger) -> None:
-        name = f"suspicion-{self._pictures:03d}"
+    async def _picture(self, world: World, trigger: Trigger, name: str) -> None:
         captured = await self._capture(world, trigger, name)
         directory = self._owner.run_dir / "incidents" / name
         problem = write_incident(directory, captured, diagnose(captured.evidence))

@@ -303,8 +303,9 @@ class Supervisor:
 
     def suspect(self, world: World, trigger: Trigger) -> None:
         """Something has gone quiet: tell the user and keep a picture of it; nothing is killed."""
-        self.console.tell("warning", f"suspicious: {trigger.detail}; watching, nothing is killed")
-        self.incidents.picture(world, trigger)
+        kept = self.incidents.picture(world, trigger)
+        where = f" (evidence: {kept})" if kept else ""
+        self.console.tell("warning", f"suspicious: {trigger.detail}; watching, nothing is killed{where}")
 
     # --- questions and ends -------------------------------------------------------------------------
 
