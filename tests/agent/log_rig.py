@@ -59,6 +59,15 @@ class Console:
     def wait_for(self, text: bytes) -> None:
         wait_for(lambda: text in self.bytes, f"{text!r} on the console, which has {self.bytes[-2000:]!r}")
 
+    def settle(self) -> None:
+        """Wait until the thread has taken in all that was written."""
+        if self._thread is None or self.read_fd < 0:
+            return
+        mark = b"\0settled\n"
+        os.write(self.write_fd, mark)
+        wait_for(lambda: self.bytes.endswith(mark), "the last of what was written")
+        self.bytes = self.bytes.removesuffix(mark)
+
     def stop_reading(self) -> None:
         """The reader leaves, as ``| head`` does."""
         os.close(self.read_fd)
@@ -128,6 +137,8 @@ class Rig:
             process.wait(PATIENCE_S)
         self.drain()
         assert self.pump.close(PATIENCE_S)
+        for console in {self.out, self.err}:
+            console.settle()
 
     def close(self) -> None:
         for process in self.processes:
