@@ -505,11 +505,12 @@ def test_a_skipped_one_of_two_equal_collectives_shows_in_the_line(tmp_path):
             dist.all_reduce(model.weight.grad)
             dist.all_reduce(model.weight.grad.clone())
 
-        train(40, twice)
+        train(60, twice)
 
-    with Ranks(body, 2, tmp_path, faults={1: ["skip:step=15"]}) as ranks:
+    # Not every visit can be compared: by then each line has met itself often enough all the same.
+    with Ranks(body, 2, tmp_path, faults={1: ["skip:step=40"]}) as ranks:
         assert ranks.wait() == [-9, -9]
-        assert {message["seq"] for _, message in ranks.all_heard("desync")} == {31}
+        assert {message["seq"] for _, message in ranks.all_heard("desync")} == {81}
         assert [ranks.page(rank).step for rank in range(2)] == [15, 15]
 
 
