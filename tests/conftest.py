@@ -18,7 +18,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# The same examples each time, so that a change is judged and not chance. New ones are for who looks for them:
+# CLOSERANKS_TEST_RANDOM=1 make test
+hypothesis.settings.register_profile("steady", derandomize=True)
+if not os.environ.get("CLOSERANKS_TEST_RANDOM"):
+    hypothesis.settings.load_profile("steady")
 
 MARK = "CLOSERANKS_TEST_MARK"
 SHM = Path("/dev/shm")

@@ -76,6 +76,7 @@ class ClusterConfig:
     reattach_grace_s: float = 30.0  # after a controller's restart, for members to attach again
     # What an agent does by itself, without ranks: open a store, kill, check. One that doesn't is broken.
     order_timeout_s: float = 60.0
+    stop_timeout_s: float = 120.0  # longer than ranks may take to end by themselves, --shutdown-timeout
     # Short at first, as most nodes that get lost were only cut off; repeat offenders wait longer.
     exclusion_s: float = 30.0
     exclusion_factor: float = 4.0

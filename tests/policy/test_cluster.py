@@ -224,6 +224,16 @@ def test_heartbeats_after_the_end_of_a_lease_do_not_bring_it_back():
     assert not holds_lease(lab.state, "b", "s1")
 
 
+def test_a_node_that_does_not_stop_is_cut_off_and_the_job_ends():
+    lab = running("ab", stop_timeout_s=40.0, order_timeout_s=10.0)
+    lab.feed(TERM)
+    lab.down("a")
+    assert lab.wait(39.5) == [] and holds_lease(lab.state, "b", "s1"), "ranks have their grace"
+    actions = lab.wait(0.5) + lab.wait(5.0)
+    assert not holds_lease(lab.state, "b", "s1")
+    assert lab.finish(actions).exit_code == 143
+
+
 def test_a_node_that_does_not_kill_is_cut_off_and_counts_as_down_when_its_lease_is_over():
     lab = running("ab", spares="c", order_timeout_s=10.0)
     lab.fail("a")

@@ -50,6 +50,7 @@ CONFIGS = st.builds(
     last_call_s=st.just(3.0),
     reattach_grace_s=st.sampled_from([0.0, 5.0, 10.0]),
     order_timeout_s=st.sampled_from([5.0, 20.0]),
+    stop_timeout_s=st.just(30.0),
     exclusion_s=st.sampled_from([1.0, 5.0]),
     exclusion_max_s=st.just(20.0),
     max_exclusions=st.sampled_from([5, 100]),

@@ -114,9 +114,10 @@ def _overdue_members(state: ClusterState, now_s: float) -> list[tuple[str, str]]
     live = [member for member in world.members.values() if not member.down]
     if world.stage is Stage.RUNNING and now_s >= world.since_s + config.join_timeout_s:
         return [(member.node, "it did not start its ranks") for member in live if not member.started]
-    is_killed = world.stage is Stage.ENDING and world.stop_signal is None
-    if is_killed and now_s >= world.ending_since_s + config.order_timeout_s:
-        return [(member.node, "it did not kill its ranks") for member in live]
+    if world.stage is Stage.ENDING:
+        limit_s = config.order_timeout_s if world.stop_signal is None else config.stop_timeout_s
+        if now_s >= world.ending_since_s + limit_s:
+            return [(member.node, "it did not end its ranks") for member in live]
     return []
 
 

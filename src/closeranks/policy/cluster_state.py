@@ -214,7 +214,7 @@ def check_cluster_config(config: ClusterConfig) -> None:
     if not 0 <= config.spares <= MAX_NODES - config.max_nodes:
         raise ConfigError(f"{config.spares} spares; give 0 or more, up to {MAX_NODES} nodes in all")
     _check_counts(config)
-    above_0 = ("lease_s", "join_timeout_s", "order_timeout_s", "exclusion_s")
+    above_0 = ("lease_s", "join_timeout_s", "order_timeout_s", "stop_timeout_s", "exclusion_s")
     at_least_0 = (
         "fence_margin_s", "last_call_s", "reattach_grace_s", "exclusion_max_s", "forgive_s", "blame_window_s",
         "grow_cooldown_s", "drain_deadline_s", "drain_prepare_s",
