@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from closeranks.controller.journal import read
 from conftest import Launcher, eventually
 from system.rig import SOON_S, Run, Start, command, is_alive, no_torch, script
 
@@ -433,3 +434,24 @@ def test_a_run_directory_deleted_under_the_job(start: Start, tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("was deleted or replaced") == 1
     assert "closeranks report" not in done.stderr.splitlines()[-1], "there is nothing to report from"
+
+
+def test_a_signal_ends_the_wait_for_a_reader(launcher: Launcher, tmp_path: Path) -> None:
+    """The job is over, nobody reads what is left, and someone presses Ctrl-C."""
+    path = script(tmp_path, "print('x' * 99 + chr(10), end='')\n" * 4000)
+    process = subprocess.Popen(
+        command(tmp_path / "runs", path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=launcher.environment(no_torch(tmp_path)),
+    )
+    assert process.stdout is not None
+    journal = tmp_path / "runs/latest/journal.db"
+    assert eventually(lambda: journal.exists() and any(r.kind == "finished" for r in read(journal)), SOON_S)
+    time.sleep(1.0)
+    assert process.poll() is None, "it waited for no reader"
+    began_s = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(SOON_S) == 0, "the job had ended well before"
+    assert time.monotonic() - began_s < SOON_S / 2
+    process.stdout.close()

@@ -46,7 +46,7 @@ HARDWARE_LIKE = frozenset(
 
 
 def is_acceptable(state: ClusterState, event: NodeAttached) -> bool:
-    """Whether this session may hold the node's lease from now on.
+    """Whether this agent may hold the node's lease from now on.
 
     Not while another one of the same node does: two agents by one name, or a message of a dead one that came
     late, look just like an agent's restart. And not while the old ranks of a lost node may still run, as a

@@ -46,7 +46,7 @@ class Link(StrEnum):
     ATTACHED = "attached"
     AWAITED = "awaited"
     LOST = "lost"
-    LEFT = "left"  # said goodbye, or was released: this session never comes back
+    LEFT = "left"  # said goodbye, or was released: that agent never comes back
 
 
 class Standing(StrEnum):

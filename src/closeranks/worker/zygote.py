@@ -39,7 +39,7 @@ if __name__ == "__main__":
 __all__ = ["import_all", "main", "open_channel", "prepare_hooks", "why_unsafe"]
 
 _ADOPTION_TIMEOUT_S = 5.0
-# Imports make millions of objects and next to no garbage: looking for it takes a fifth of their time.
+# Imports make millions of objects and next to no garbage: looking for it costs time and finds nothing.
 _NO_COLLECTION = (1 << 30, 10, 10)
 # What a module may raise while it is imported. Anything else ends the zygote; the agent then starts its
 # workers with exec, without what the user wanted preloaded, and says why.
