@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "diagnose": frozenset({"policy"}),
     "goodput": frozenset({"policy"}),
     "worker": frozenset(),
-    "controller": frozenset({"policy"}),
+    "controller": frozenset({"policy", "diagnose", "engines"}),
     "engines": frozenset(),
     "agent": frozenset({"policy", "diagnose", "goodput", "controller", "engines"}),
     "cli": frozenset({"policy", "diagnose", "goodput", "controller", "agent", "engines"}),
@@ -41,7 +41,7 @@ DOORS = {"closeranks": {"worker"}, "closeranks.__main__": {"cli"}}
 PURE_ROOMS = {"policy", "diagnose", "goodput"}
 _PURE_SHARED = (
     "backoff", "cluster_events", "config", "errors", "events", "evidence", "faults", "frames", "messages",
-    "progress", "taxonomy",
+    "plain", "progress", "taxonomy",
 )  # fmt: skip
 PURE_MODULES = {f"closeranks.{name}" for name in _PURE_SHARED}
 IMPURE = {

@@ -70,7 +70,7 @@ class ClusterConfig:
     spares: int = 0
     lease_s: float = 1.0
     lease_misses: int = 2
-    fence_margin_s: float = 1.0
+    fence_margin_s: float = 0.5
     join_timeout_s: float = 600.0  # for the nodes of a world; as torchrun's
     last_call_s: float = 30.0  # for max_nodes, before the first world starts with fewer
     reattach_grace_s: float = 30.0  # after a controller's restart, for members to attach again
@@ -87,6 +87,7 @@ class ClusterConfig:
     grow_back: bool = True
     grow_cooldown_s: float = 600.0  # a world stays this long before it is restarted only to grow
     drain_deadline_s: float = 300.0  # for a drain without a deadline of its own
+    leave_deadline_s: float = 30.0  # for a node whose agent gets SIGTERM: engines wait so long before SIGKILL
     drain_prepare_s: float = 60.0  # the part of a drain's deadline that is for finishing the step and saving
 
     @property
@@ -188,6 +189,9 @@ class RunConfig:
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     hang: HangConfig = field(default_factory=HangConfig)
     logs: LogConfig = field(default_factory=LogConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    engine: str | None = None  # where nodes come from; None: this machine alone, without a controller
+    engine_options: tuple[str, ...] = ()  # NAME=VALUE, for the engine
     inject: tuple[str, ...] = ()  # fault specs, see closeranks.faults
     notices: tuple[str, ...] = ()  # flags that were taken and have no effect here, one sentence each
     quiet: bool = False

@@ -108,6 +108,7 @@ class RankEvidence:
     answered: bool = False  # its evidence thread replied: the GIL is free and the process runs
     groups: tuple[GroupStatus, ...] = ()
     log_tail: tuple[str, ...] = ()
+    node: str = ""  # "" = the evidence's own
     aborted_by: str = ""  # the last "what():" / fatal line of a native abort, from the log
 
 

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import signal
+import socket
+import struct
 from pathlib import Path
 
-__all__ = ["STACK_SIGNAL", "become_subreaper", "die_with_parent", "go_first", "set_title"]
+__all__ = [
+    "STACK_SIGNAL",
+    "become_subreaper",
+    "boot_id",
+    "die_with_parent",
+    "go_first",
+    "interface_of",
+    "set_title",
+]
 
 # include/uapi/linux/prctl.h
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+_SIOCGIFADDR = 0x8915  # include/uapi/linux/sockios.h; the answer's address is at byte 20 (netdevice(7))
 
 # A real-time signal that nothing in the field uses; the agent asks ranks for their Python stacks with it.
 STACK_SIGNAL = signal.SIGRTMIN + 9
@@ -65,3 +77,37 @@ def set_title(title: str, short: str) -> None:
         return
     text = b"\0".join(os.fsencode(part) for part in title.split("\0"))[: size_bytes - 1]
     ctypes.memmove(start, text.ljust(size_bytes, b"\0"), size_bytes)
+
+
+def boot_id() -> str:
+    """Tells one boot of one machine from all others (random(4)); "" where /proc doesn't say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the network interface that has this IPv4 or IPv6 address; None: none has it."""
+    if ":" in address:
+        return _interface_of_v6(address)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:  # an interface without an IPv4 address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
+
+
+def _interface_of_v6(address: str) -> str | None:
+    """From /proc/net/if_inet6: address, index, prefix, scope, flags, name."""
+    try:
+        wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.split()[5] for line in lines if line.startswith(wanted)), None)

@@ -32,22 +32,24 @@ _MAX_WHOLE = 2**63 - 1
 _SIMPLE = ("bool", "int", "count", "float", "seconds", "str", "name", "object")
 
 MESSAGES: Mapping[str, Mapping[str, str]] = {
-    # Attach and stay attached.
+    # Attach and stay attached. ``boot``: of the host, see linux.boot_id; ``running``: a generation.
     "hello": {
         "job": "name", "node": "name", "session": "name", "slots": "count", "address": "name",
-        "running": "count?", "version": "name",
+        "running": "count?", "version": "name", "boot": "str",
     },
-    "welcome": {"lease_s": "seconds", "generation": "count"},
-    "refused": {"reason": "str"},
+    # ``lease_s``: how long one answered heartbeat lasts; ``beat_s``: how often one is due; ``grace_s``: how
+    # long ranks may go on while the controller's own host says that it isn't there.
+    "welcome": {"lease_s": "seconds", "beat_s": "seconds", "grace_s": "seconds"},
+    "refused": {"reason": "str", "for_good": "bool"},
     "heartbeat": {
-        "seq": "count", "generation": "count?",
+        "seq": "count", "mono_ns": "count", "generation": "count?",
         "ranks": "list[(count, int, int, str, bool)]",  # rank, step, ticks, phase, in_collective
+        "progress": "(count, int, count, count, bool)?",  # step, absolute, saves, step saved, init done
     },
-    "heartbeat_ack": {"seq": "count", "lease_s": "seconds"},
+    "heartbeat_ack": {"seq": "count"},
     "goodbye": {"reason": "str"},
-    "ack": {"n": "count"},
-    # A generation's life.
     "ready": {},
+    # A generation's life.
     "start": {
         "generation": "count", "node_rank": "count", "first_rank": "count", "ranks": "count",
         "world_size": "count", "node_count": "count", "store": "name", "delay_s": "seconds",
@@ -57,21 +59,26 @@ MESSAGES: Mapping[str, Mapping[str, str]] = {
     "stop": {"generation": "count", "signal": "count"},
     "down": {"generation": "count"},
     "succeeded": {"generation": "count"},
-    "failed": {"generation": "count", "failure": "object", "culprit_nodes": "list[name]"},
-    "finish": {"exit_code": "int", "reason": "str"},
+    "finish": {"exit_code": "count", "reason": "str"},
+    # What broke. ``durable``: as in events.Failure; ``texts``: raw stacks, for people.
+    "failed": {"generation": "count", "durable": "bool", "evidence": "object", "texts": "object"},
+    "broke": {"generation": "count", "kind": "name", "reason": "str"},  # without evidence
+    "evidence_request": {"generation": "count", "trigger": "str"},
+    "evidence": {"generation": "count", "durable": "bool", "evidence": "object", "texts": "object"},
     # Where ranks meet.
     "store_open": {"generation": "count"},
     "store_opened": {"generation": "count", "address": "name"},
     "store_lost": {"generation": "count"},
     # Nodes.
-    "drain": {"generation": "count", "deadline_s": "seconds"},
-    "drain_ready": {"generation": "count"},
-    "health_check": {"reason": "str"},
-    "health": {"ok": "bool", "reason": "str"},
-    # What was seen.
-    "evidence_request": {"id": "name"},
-    "evidence": {"id": "name", "data": "object"},
-    "event": {"kind": "name", "data": "object"},
+    "prepare": {"generation": "count", "deadline_s": "seconds"},
+    "prepared": {"generation": "count", "saves": "count"},
+    "leaving": {"deadline_s": "seconds", "reason": "str"},
+    "health_check": {"check": "count", "reason": "str"},
+    "health": {"check": "count", "ok": "bool", "reason": "str"},
+    # Faults on purpose, and what was seen.
+    "inject": {"id": "name", "spec": "str"},
+    "injected": {"id": "name", "reply": "object"},
+    "event": {"kind": "name", "generation": "count?", "data": "object"},
 }  # fmt: skip
 
 

@@ -47,6 +47,9 @@ class FakeWorld:
     def alive(self) -> list[FakeRank]:
         return self.ranks
 
+    def rank(self, number: int) -> FakeRank | None:
+        return self.ranks[number] if number < len(self.ranks) else None
+
     def page(self, rank: FakeRank, *, rings: bool = True) -> Any:
         return SimpleNamespace(faults_fired=self.fired_bits.get(rank.rank, 0), step=7)
 

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from closeranks.agent.capture import Captured
-from closeranks.agent.incidents import failure_of, now_trigger, write_incident
+from closeranks.agent.incidents import now_trigger
+from closeranks.controller.incident_files import write_incident
 from closeranks.diagnose import diagnose
 from closeranks.diagnose.codec import evidence_from_json
+from closeranks.diagnose.outcome import failure_of
 from closeranks.events import ExitStatus, Failure, FailureKind
 from closeranks.evidence import ErrorRecord, Evidence, HostFacts, ProcessFacts, RankEvidence, Trigger
 
@@ -82,7 +84,9 @@ def test_the_files_say_what_the_evidence_says(tmp_path: Path) -> None:
     found = evidence(ALIVE, ended(1, code=1, error=KEY_ERROR, log_tail=tail))
     captured = Captured(found, {0: "stack of 0"}, {1: "native of 1"}, 0.01)
     directory = tmp_path / "incidents" / "0007"
-    assert write_incident(directory, captured, diagnose(found)) == ""
+    assert (
+        write_incident(directory, captured.evidence, diagnose(found), captured.stacks, captured.native) == ""
+    )
     assert evidence_from_json(json.loads((directory / "evidence.json").read_text())) == found
     verdict = json.loads((directory / "verdict.json").read_text())
     assert verdict["culprits"][0]["rank"] == 1 and verdict["kind"] == "exception"
@@ -95,7 +99,7 @@ def test_the_files_say_what_the_evidence_says(tmp_path: Path) -> None:
 def test_a_directory_that_can_t_be_written_is_told_and_raises_nothing(tmp_path: Path) -> None:
     (tmp_path / "incidents").write_text("a file in the way")
     found = evidence(ALIVE, ended(1, signal=9))
-    problem = write_incident(tmp_path / "incidents" / "0007", Captured(found, {}, {}, 0.0), diagnose(found))
+    problem = write_incident(tmp_path / "incidents" / "0007", found, diagnose(found), {}, {})
     assert problem.startswith("can't write") and "Not a directory" in problem
 
 

@@ -37,6 +37,7 @@ HELLO = {
     "slots": 8,
     "address": "10.0.0.1",
     "version": "0.1.0",
+    "boot": "b",
 }
 QUICK = ChannelConfig(handshake_timeout_s=1.0, handshake_grace_s=0.2, idle_timeout_s=2.0, close_timeout_s=0.5)
 FEW = ChannelConfig(max_connections=3)
@@ -181,7 +182,7 @@ async def attach(remote: Remote, credentials: Credentials | None, **options: Any
     assert found.outcome is ConnectOutcome.OK, found.detail
     assert found.peer is not None
     assert found.peer.send(HELLO)
-    assert await found.peer.receive() == {"type": "welcome", "lease_s": 10.0, "generation": 0}
+    assert await found.peer.receive() == {"type": "welcome", "lease_s": 10.0, "beat_s": 1.0, "grace_s": 30.0}
     return found.peer
 
 
@@ -215,9 +216,9 @@ class _Served:
         while (message := await peer.receive()) is not None:
             if message["type"] == "hello":
                 self.hellos += 1
-                peer.send({"type": "welcome", "lease_s": 10.0, "generation": 0})
+                peer.send({"type": "welcome", "lease_s": 10.0, "beat_s": 1.0, "grace_s": 30.0})
             elif message["type"] == "heartbeat":
-                peer.send({"type": "heartbeat_ack", "seq": message["seq"], "lease_s": 10.0})
+                peer.send({"type": "heartbeat_ack", "seq": message["seq"]})
             elif message["type"] == "event":
                 await self.carry_out(peer, message["kind"], message["data"])
         self.ended[peer.closed_because] += 1

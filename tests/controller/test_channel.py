@@ -36,7 +36,7 @@ from .channel_rig import HELLO, JOB, QUICK, Authority, Remote, attach, serving, 
 SOON_S = 10.0
 ROOM_BYTES = 24 << 20  # what an allocator may keep of a server's busiest moment
 READY = {"type": "ready"}
-WELCOME = {"type": "welcome", "lease_s": 10.0, "generation": 0}
+WELCOME = {"type": "welcome", "lease_s": 10.0, "beat_s": 1.0, "grace_s": 30.0}
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +116,15 @@ def test_agents_and_controller_talk(remote: Remote, agent: Credentials) -> None:
         for seq in range(10):
             for peer in peers:
                 assert peer.send(
-                    {"type": "heartbeat", "seq": seq, "ranks": [[0, seq, 1, "train", False]] * 8}
+                    {
+                        "type": "heartbeat",
+                        "seq": seq,
+                        "mono_ns": 0,
+                        "ranks": [[0, seq, 1, "train", False]] * 8,
+                    }
                 )
             for peer in peers:
-                assert await peer.receive() == {"type": "heartbeat_ack", "seq": seq, "lease_s": 10.0}
+                assert await peer.receive() == {"type": "heartbeat_ack", "seq": seq}
         for peer in peers:
             peer.close()
         await asyncio.gather(*(peer.wait_closed() for peer in peers))
@@ -485,8 +490,8 @@ BAD_PAYLOADS = [
 
 
 def test_a_bad_frame_costs_itself_and_too_many_the_connection(remote: Remote, agent: Credentials) -> None:
-    heartbeat = encode({"type": "heartbeat", "seq": 7, "ranks": [], "from_a_newer_peer": {}})
-    answer = encode({"type": "heartbeat_ack", "seq": 7, "lease_s": 10.0})
+    heartbeat = encode({"type": "heartbeat", "seq": 7, "mono_ns": 0, "ranks": [], "from_a_newer_peer": {}})
+    answer = encode({"type": "heartbeat_ack", "seq": 7})
     with let_in(remote, agent) as sock:
         for payload in BAD_PAYLOADS:
             sock.sendall(frame(payload) + heartbeat)
@@ -545,9 +550,15 @@ def mutated(chance: random.Random) -> bytes:
     messages: list[dict[str, Any]] = [
         HELLO,
         READY,
-        {"type": "heartbeat", "seq": 1, "generation": 0, "ranks": [[0, 1, 2, "train", True]] * 8},
-        {"type": "failed", "generation": 1, "failure": {"a": [1, {}]}, "culprit_nodes": ["n"]},
-        {"type": "evidence", "id": "e", "data": {"log": "x" * chance.randrange(3000)}},
+        {
+            "type": "heartbeat",
+            "seq": 1,
+            "mono_ns": 0,
+            "generation": 0,
+            "ranks": [[0, 1, 2, "train", True]] * 8,
+        },
+        {"type": "failed", "generation": 1, "durable": False, "evidence": {"a": [1, {}]}, "texts": {}},
+        {"type": "event", "kind": "e", "data": {"log": "x" * chance.randrange(3000)}},
     ]
     payload = bytearray(encode(chance.choice(messages))[4:])
     for _ in range(chance.randrange(6)):

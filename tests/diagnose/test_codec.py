@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from closeranks.diagnose import codec, diagnose, load
+from closeranks import plain
+from closeranks.diagnose import diagnose, load
 from closeranks.diagnose.codec import evidence_from_json, public_verdict, to_json, verdict_from_json
 from closeranks.errors import EvidenceError
 from closeranks.evidence import Evidence, RankEvidence, Trigger
@@ -110,8 +111,8 @@ def test_wrong_verdicts_are_refused() -> None:
 
 
 def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "MAX_ITEMS", 3)
-    monkeypatch.setattr(codec, "MAX_STRING_CHARS", 5)
+    monkeypatch.setattr(plain, "MAX_ITEMS", 3)
+    monkeypatch.setattr(plain, "MAX_STRING_CHARS", 5)
     ranks = [{"rank": n} for n in range(4)]
     assert len(evidence_from_json({"world_size": 3, "ranks": ranks[:3]}).ranks) == 3
     with pytest.raises(EvidenceError, match="4 items; at most 3"):

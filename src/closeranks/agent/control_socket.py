@@ -11,29 +11,32 @@ import contextlib
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from closeranks.errors import UsageError
-from closeranks.faults import parse_spec
 from closeranks.wire import user_of
 
-if TYPE_CHECKING:
-    from closeranks.agent.supervisor import Supervisor
-
-__all__ = ["CONTROL_FILE", "ControlSocket"]
+__all__ = ["CONTROL_FILE", "ControlOwner", "ControlSocket"]
 
 CONTROL_FILE = "control.json"
 _MAX_LINE_BYTES = 65536
 _REQUEST_TIMEOUT_S = 5.0
 
 
+class ControlOwner(Protocol):
+    """Whom the requests are for."""
+
+    def notice(self, text: str) -> None: ...
+
+    async def answer(self, request: dict[str, Any]) -> dict[str, Any]: ...
+
+
 class ControlSocket:
     """``async with``: open while the job runs."""
 
-    def __init__(self, run_dir: Path, private_dir: Path, supervisor: Supervisor) -> None:
+    def __init__(self, run_dir: Path, private_dir: Path, owner: ControlOwner) -> None:
         self._file = run_dir / CONTROL_FILE
         self._path = private_dir / "control"
-        self._supervisor = supervisor
+        self._owner = owner
         self._server: asyncio.Server | None = None
 
     async def __aenter__(self) -> ControlSocket:
@@ -43,7 +46,7 @@ class ControlSocket:
             self._file.write_text(json.dumps({"socket": str(self._path), "pid": os.getpid()}))
         except OSError as error:  # too long a path, a file system without sockets, a full disk
             why = error.strerror or str(error)
-            self._supervisor.notice(f"closeranks inject can't reach this run ({self._path}: {why})")
+            self._owner.notice(f"closeranks inject can't reach this run ({self._path}: {why})")
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -69,14 +72,7 @@ class ControlSocket:
             return {"ok": False, "error": "this job belongs to another user"}
         try:
             request = json.loads(line)
-            kind = request["type"]
+            request["type"]
         except (ValueError, TypeError, KeyError, RecursionError):
             return {"ok": False, "error": "not a request"}
-        if kind == "status":
-            return {"ok": True, **self._supervisor.status()}
-        if kind == "inject":
-            try:
-                return await self._supervisor.faults.inject(parse_spec(str(request.get("spec", ""))))
-            except UsageError as error:
-                return {"ok": False, "error": str(error)}
-        return {"ok": False, "error": f"unknown request {kind!r}"}
+        return await self._owner.answer(request)

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from closeranks.agent.authority import Authority
 from closeranks.agent.world import Rank, World
-from closeranks.controller.job import JobController
 from closeranks.errors import UsageError
 from closeranks.faults import (
     MAX_FAULTS,
@@ -38,8 +38,11 @@ _FROM_OUTSIDE = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 class _Owner(Protocol):
     """What this needs of the supervisor."""
 
-    controller: JobController
-    world: World | None
+    @property
+    def controller(self) -> Authority: ...
+
+    @property
+    def world(self) -> World | None: ...
 
     def notice(self, text: str) -> None: ...
 
@@ -59,13 +62,17 @@ class _Fault:
 
 
 class FaultDelivery:
-    """The job's injected faults. Up to 64: each has one bit in the progress page."""
+    """The job's injected faults. Up to 64: each has one bit in the progress page.
+
+    Every node of a job knows all of them, and carries out those of the ranks that it has.
+    """
 
     def __init__(self, specs: Sequence[str], world_size: int, owner: _Owner) -> None:
         self._owner = owner
         self._world_size = world_size
         self._faults: list[_Fault] = []
         self._timers: list[asyncio.TimerHandle] = []
+        self._were_here: set[int] = set()  # ranks
         for text in specs:
             spec = parse_spec(text)
             if spec.rank is not None and spec.rank >= world_size:
@@ -94,7 +101,10 @@ class FaultDelivery:
     def begin(self, world: World) -> None:
         """A generation runs: start the clocks of what is due in it."""
         self._cancel()
+        self._were_here |= {rank.rank for rank in world.ranks}
         for fault in self._faults:
+            if world.rank(fault.rank) is None:
+                continue
             if not fault.over and not carried_out_by_worker(fault.spec) and _due(fault, world.generation):
                 self._start_clock(fault)
 
@@ -122,8 +132,11 @@ class FaultDelivery:
                 "error": f"there is no rank {spec.rank}: ranks are 0 to {self._world_size - 1}",
             }
         fault = self._plan(replace(spec, generation=world.generation))
+        rank = world.rank(fault.rank)
+        if rank is None:
+            fault.over = True
+            return {"ok": False, "error": f"rank {fault.rank} is on another node"}
         if carried_out_by_worker(fault.spec):
-            rank = world.ranks[fault.rank]
             if not rank.say({"type": "fault", "id": fault.number, "spec": format_spec(fault.spec)}):
                 fault.over = True
                 return {"ok": False, "error": f"rank {fault.rank} doesn't take requests at the moment"}
@@ -152,8 +165,8 @@ class FaultDelivery:
         self._has_fired(world.generation, fault, None)
         if fault.spec.kind == "agent-kill":
             asyncio.get_running_loop().call_later(_LAST_REPLY_S, os.kill, os.getpid(), signal.SIGKILL)
-        else:
-            world.ranks[fault.rank].send_signal(_FROM_OUTSIDE[fault.spec.kind])
+        elif (rank := world.rank(fault.rank)) is not None:
+            rank.send_signal(_FROM_OUTSIDE[fault.spec.kind])
 
     def fired(self, world: World, rank: Rank, message: dict[str, Any]) -> None:
         """A rank says that it is about to carry out a fault."""
@@ -199,7 +212,7 @@ class FaultDelivery:
     def close(self) -> None:
         """The job is over: stop the clocks, and say what was planned for nothing."""
         self._cancel()
-        self._drop(self._faults)
+        self._drop([fault for fault in self._faults if fault.rank in self._were_here or not self._were_here])
 
 
 def _waits_for(spec: FaultSpec) -> str:

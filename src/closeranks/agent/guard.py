@@ -127,10 +127,17 @@ def _fork(child: Callable[[], int]) -> int:
         os._exit(code)
 
 
-def _guard(what: str, child: Callable[[], int], clean_up: Callable[[], None], watched: set[int]) -> int:
+def _guard(
+    what: str,
+    child: Callable[[], int],
+    clean_up: Callable[[], None],
+    watched: set[int],
+    may_restart: Callable[[], bool] = lambda: False,
+) -> int:
     """Run ``child`` in a fork, pass signals on to it, clear away what it leaves. Returns its exit code.
 
-    ``what`` it is, for people: the agent, or the keeper.
+    ``what`` it is, for people: the agent, or the keeper. ``may_restart`` is asked when it was killed: then it
+    is run anew, and what it had started lives on.
 
     ``_PARENT_DIED`` among these signals means: ``child`` should end by itself now, and is killed if not.
     """
@@ -155,6 +162,9 @@ def _guard(what: str, child: Callable[[], int], clean_up: Callable[[], None], wa
         if os.WIFEXITED(status):
             kill_descendants()
             code = os.WEXITSTATUS(status)
+        elif kill_at_s == float("inf") and may_restart():
+            pid = _fork(child)
+            continue
         else:
             code = _bury(what, pid, os.WTERMSIG(status))
         clean_up()
@@ -168,7 +178,14 @@ def hold_signals(names: Iterable[str]) -> set[int]:
     return watched
 
 
-def supervise(agent: Callable[[int], int], clean_up: Callable[[], None], watched: set[int]) -> int:
+def supervise(
+    agent: Callable[[int], int],
+    clean_up: Callable[[], None],
+    watched: set[int],
+    *,
+    what: str = "agent",
+    may_restart: Callable[[], bool] = lambda: False,
+) -> int:
     """Run ``agent(guard_pid)`` in a process of its own and guard it. Returns the exit code.
 
     ``watched`` is what ``hold_signals`` returned: the agent starts with these blocked, and unblocks them when
@@ -184,11 +201,11 @@ def supervise(agent: Callable[[int], int], clean_up: Callable[[], None], watched
         linux.die_with_parent(_PARENT_DIED)
         if os.getppid() != guard_pid:  # it died before that call
             return 128 + signal.SIGKILL
-        return _guard("agent", named_agent, clean_up, watched | {_PARENT_DIED})
+        return _guard(what, named_agent, clean_up, watched | {_PARENT_DIED}, may_restart)
 
     def named_agent() -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {_PARENT_DIED})
-        linux.set_title("closeranks: agent", "cr-agent")
+        linux.set_title(f"closeranks: {what}", f"cr-{what}")
         return agent(guard_pid)
 
     return _guard("keeper", keeper, clean_up, watched)

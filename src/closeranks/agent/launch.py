@@ -12,9 +12,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from closeranks import __version__
 from closeranks.agent import guard
@@ -27,7 +28,14 @@ from closeranks.events import RunExit
 if TYPE_CHECKING:
     from closeranks.agent.logs import LogPump
 
-__all__ = ["launch", "resolve_world_size"]
+__all__ = [
+    "as_supervisor",
+    "fill_standard_streams",
+    "finish_output",
+    "launch",
+    "raise_file_limit",
+    "resolve_world_size",
+]
 
 _ACCELERATOR_NODES = (
     "/dev/nvidia0",
@@ -79,7 +87,7 @@ def resolve_world_size(text: str, interpreter: str | None = None) -> int:
     return count
 
 
-def _fill_standard_streams() -> None:
+def fill_standard_streams() -> None:
     """/dev/null where one is closed (``closeranks run >&-``): else the next file opened would be it."""
     for fd in (0, 1, 2):
         try:
@@ -96,7 +104,7 @@ def _fill_standard_streams() -> None:
 
 def launch(config: RunConfig) -> int:
     """Run the job to its end; returns the exit code of ``closeranks run``."""
-    _fill_standard_streams()
+    fill_standard_streams()
     world_size = resolve_world_size(config.nproc_per_node, config.python)
     from closeranks.controller.runs import create_run_dir
 
@@ -117,21 +125,26 @@ def launch(config: RunConfig) -> int:
 
 def _agent(config: RunConfig, run_dir: Path, private_dir: Path, world_size: int, guard_pid: int) -> int:
     """The agent's process, from fork to exit code."""
+    return as_supervisor(lambda: _run(config, run_dir, private_dir, world_size, guard_pid), "agent")
+
+
+def as_supervisor(main: Callable[[], Coroutine[Any, Any, int]], what: str) -> int:
+    """Run ``main`` as the process that a guard watches, and turn what it raises into a line and a code."""
     from closeranks import linux
 
     linux.become_subreaper()
     linux.go_first()
     try:
-        return asyncio.run(_run(config, run_dir, private_dir, world_size, guard_pid))
+        return asyncio.run(main())
     except CloseranksError as error:
         sys.stderr.write(f"closeranks: error: {error}\n")
         return error.exit_code
     except OSError as error:
-        sys.stderr.write(f"closeranks: error: can't run the agent: {error}\n")
+        sys.stderr.write(f"closeranks: error: can't run the {what}: {error}\n")
         return RunExit.CANNOT_START
 
 
-def _raise_file_limit() -> int:
+def raise_file_limit() -> int:
     """Ten descriptors a rank: the usual soft limit of 1,024 is low for many ranks. Returns the old one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # a hard limit above the kernel's own: the soft one stays
@@ -143,7 +156,7 @@ async def _run(config: RunConfig, run_dir: Path, private_dir: Path, world_size: 
     from closeranks.agent.slots import Slots
 
     began = time.monotonic()
-    file_limit = _raise_file_limit()
+    file_limit = raise_file_limit()
     slots = Slots(config, world_size)
     slots.open()
     # Here the zygote starts, before our own imports: torch's take the longest, and another core can do them.
@@ -193,7 +206,7 @@ async def _run(config: RunConfig, run_dir: Path, private_dir: Path, world_size: 
             code = await supervisor.run()
             console.finished(supervisor.finish, time.monotonic() - began, supervisor.incidents.count, run_dir)
     finally:
-        _finish_output(pump)
+        finish_output(pump)
         journal.close()
         shutil.rmtree(private_dir, ignore_errors=True)  # the guard does so too, if it lives
     return code
@@ -207,7 +220,7 @@ def _cut_short(number: int, frame: object) -> None:
     raise _CutShortError
 
 
-def _finish_output(pump: LogPump) -> None:
+def finish_output(pump: LogPump) -> None:
     """All that was printed reaches a reader who is behind, unless a signal says that nobody cares."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) != signal.SIG_IGN:

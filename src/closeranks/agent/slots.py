@@ -175,6 +175,12 @@ class Slots:
             )
         return taken
 
+    async def extra(self) -> Spare:
+        """One worker more, for something else than a rank. Raises ZygoteError when none can be made."""
+        if self._making is not None:
+            await asyncio.wait({self._making})  # the imports, at the start
+        return (await self._make(1))[0]
+
     async def learn(self, modules: Sequence[str]) -> None:
         """Import what the script turned out to need, so that the next generation finds it imported."""
         new = [name for name in modules if name not in self._modules]

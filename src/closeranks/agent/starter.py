@@ -29,22 +29,19 @@ class Starter:
         if entry.kind == "script":
             self._entry["path"] = os.path.abspath(entry.target)  # noqa: PTH100 - keeps symlinks
 
-    def _unwanted(self) -> bool:
-        return self._owner.stop_signal is not None or self._owner.finish is not None
-
     async def start(self, generation: int, delay_s: float, placement: Placement) -> World | None:
         """Start every rank under this generation; None if the job was told to stop meanwhile.
 
         Raises ZygoteError when no workers can be made.
         """
         owner = self._owner
-        if self._unwanted():
+        if owner.is_unwanted(generation):
             return None
         note = {"delay_s": delay_s, "spare": owner.slots.ready}
         owner.controller.note("generation_starting", note, generation=generation)
         spares = await owner.slots.take()
         world = World(generation, spares, owner, placement)
-        if self._unwanted():
+        if owner.is_unwanted(generation):
             world.kill()
             await world.wait_dead(_DEAD_TIMEOUT_S)
             world.close()

@@ -15,6 +15,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from closeranks.agent.authority import Authority
 from closeranks.agent.console import Console
 from closeranks.agent.faults import FaultDelivery
 from closeranks.agent.incidents import Incidents, now_trigger
@@ -26,8 +27,7 @@ from closeranks.agent.starter import Starter
 from closeranks.agent.watch import Watch
 from closeranks.agent.world import Placement, Rank, World
 from closeranks.config import RunConfig
-from closeranks.controller.job import JobController
-from closeranks.errors import CloseranksError
+from closeranks.errors import CloseranksError, UsageError
 from closeranks.events import (
     Action,
     AllRanksSucceeded,
@@ -45,6 +45,7 @@ from closeranks.events import (
     signal_name,
 )
 from closeranks.evidence import Trigger
+from closeranks.faults import parse_spec
 
 __all__ = ["Supervisor"]
 
@@ -64,7 +65,7 @@ class Supervisor:
         store_dir: Path,
         world_size: int,
         slots: Slots,
-        controller: JobController,
+        controller: Authority,
         pump: LogPump,
         console: Console,
         guard_pid: int,
@@ -74,6 +75,7 @@ class Supervisor:
         self.config = config
         self.run_dir = run_dir
         self.world_size = world_size
+        self.placement = Placement(world_size)  # of the ranks that are started next
         self.controller = controller
         self.console = console
         self.pump = pump
@@ -89,10 +91,13 @@ class Supervisor:
         slots.speak_to(self.notice)
         self.faults = FaultDelivery(config.inject, world_size, self)
         self.watch = Watch(self)
-        self.incidents = Incidents(self, node, self.dispatch)
+        self.incidents = self.make_incidents(node)
         self._starter = Starter(self, store_dir)
-        self._signals = Signals(self, self._stop_requested)
+        self._signals = Signals(self, self.stop_requested)
         self._journal_told = False
+
+    def make_incidents(self, node: str) -> Incidents:
+        return Incidents(self, node, self.dispatch)
 
     # --- life ---------------------------------------------------------------------------------------
 
@@ -182,9 +187,9 @@ class Supervisor:
         if delay_s > 0:
             await asyncio.sleep(delay_s)
         try:
-            world = await self._starter.start(generation, delay_s, Placement(self.world_size))
+            world = await self._starter.start(generation, delay_s, self.placement)
         except (CloseranksError, OSError) as error:  # no workers, no descriptors, no memory
-            self._finish_with(Finish(RunExit.CANNOT_START, f"can't start the ranks: {error}"))
+            self.cannot_start(generation, error)
             return
         if world is None:
             self.dispatch(GenerationDown(generation))
@@ -195,6 +200,13 @@ class Supervisor:
         self.faults.begin(world)
         await asyncio.sleep(_SHOW_AFTER_S)  # until then every core is the ranks'
         self.incidents.show()
+
+    def cannot_start(self, generation: int, error: Exception) -> None:
+        self._finish_with(Finish(RunExit.CANNOT_START, f"can't start the ranks: {error}"))
+
+    def is_unwanted(self, generation: int) -> bool:
+        """Whether this generation is not to start any more."""
+        return self.stop_signal is not None or self.finish is not None
 
     async def _kill(self, generation: int) -> None:
         world = self.world
@@ -313,6 +325,18 @@ class Supervisor:
         """Where this rank's output of that generation goes; ``suffix`` is out or err."""
         return self.run_dir / "logs" / str(generation) / f"{rank}.{suffix}"
 
+    async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """A request on the control socket."""
+        kind = request.get("type")
+        if kind == "status":
+            return {"ok": True, **self.status()}
+        if kind == "inject":
+            try:
+                return await self.faults.inject(parse_spec(str(request.get("spec", ""))))
+            except UsageError as error:
+                return {"ok": False, "error": str(error)}
+        return {"ok": False, "error": f"unknown request {kind!r}"}
+
     def status(self) -> dict[str, Any]:
         """For ``closeranks inject`` and whoever asks on the control socket."""
         world = self.world
@@ -324,7 +348,8 @@ class Supervisor:
             "incidents": self.incidents.count,
         }
 
-    def _stop_requested(self, reason: str, number: int) -> None:
+    def stop_requested(self, reason: str, number: int) -> None:
+        """A signal of ``--signals-to-handle`` came."""
         self.stop_signal = number
         self.controller.note("stop_requested", {"reason": reason})
         self.console.tell("info", f"{reason}: stopping the ranks (again to kill them at once)")

@@ -91,7 +91,7 @@ class Watch:
         """A generation was told to go."""
         now = time.monotonic()
         self._seen = _Seen(world, now, next_progress_s=now + _PROGRESS_EVERY_S, last_look_s=now)
-        self._state = hang.initial(len(world.ranks), self._config)
+        self._state = hang.initial(world.placement.world_size, self._config)
         self._schedule()
 
     def end(self, world: World) -> None:

@@ -130,6 +130,11 @@ class World:
         at = rank.local_rank * PAGE_BYTES
         return read_page(self._view[at : at + PAGE_BYTES], rings=rings)
 
+    def rank(self, number: int) -> Rank | None:
+        """The rank of that number, if it is on this node."""
+        at = number - self.placement.first_rank
+        return self.ranks[at] if 0 <= at < len(self.ranks) else None
+
     def alive(self) -> list[Rank]:
         return [rank for rank in self.ranks if rank.alive]
 

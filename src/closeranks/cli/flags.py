@@ -126,10 +126,12 @@ def _read(flag: Flag, text: str, source: str) -> Any:
 
 def to_config(parsed: Parsed, new_id: Callable[[], str] = fresh_id) -> RunConfig:
     """Settings in their places, the rest by default; without a target its entrypoint is empty."""
-    from closeranks.config import BudgetConfig, HangConfig, LogConfig, RunConfig
+    from closeranks.config import BudgetConfig, ClusterConfig, HangConfig, LogConfig, RunConfig
 
     top: dict[str, Any] = {}
-    sections: dict[str, dict[str, Any]] = {"": top, "budget": {}, "hang": {}, "logs": {}}
+    sections: dict[str, dict[str, Any]] = {
+        "": top, "budget": {}, "cluster": {}, "hang": {}, "logs": {},
+    }  # fmt: skip
     for setting in parsed.settings.values():
         section, _, field = setting.flag.field.rpartition(".")
         if field:
@@ -142,11 +144,30 @@ def to_config(parsed: Parsed, new_id: Callable[[], str] = fresh_id) -> RunConfig
     return RunConfig(
         entrypoint=_entrypoint(parsed),
         budget=BudgetConfig(**sections["budget"]),
+        cluster=ClusterConfig(**_cluster(parsed, sections["cluster"])),
         hang=HangConfig(**sections["hang"]),
         logs=LogConfig(**sections["logs"]),
         notices=_notices(parsed),
         **top,
     )
+
+
+def _cluster(parsed: Parsed, settings: dict[str, Any]) -> dict[str, Any]:
+    """Several nodes need to come from somewhere; one that may be joined by others runs alone without."""
+    least, most = parsed.value("nnodes", (1, 1))
+    if parsed.has("engine"):
+        return {**settings, "min_nodes": least, "max_nodes": most}
+    for name in ("spares", "engine_option", "lease"):
+        if parsed.has(name):
+            raise UsageError(
+                f"{parsed.settings[name].source} is about several nodes; say where from with --engine"
+            )
+    if least > 1:
+        raise UsageError(
+            f"{parsed.settings['nnodes'].source} asks for {least} nodes; say with --engine where they come "
+            "from: --engine local tries it out on this host"
+        )
+    return settings
 
 
 def _entrypoint(parsed: Parsed) -> Entrypoint:
@@ -193,9 +214,9 @@ def _notices(parsed: Parsed) -> tuple[str, ...]:
         for reason, sources in sources_by_reason.items()
     ]
     nodes = parsed.value("nnodes", (1, 1))
-    if nodes[1] > 1:
+    if nodes[1] > 1 and not parsed.has("engine"):
         source = parsed.settings["nnodes"].source
-        notices.append(f"{source} allows up to {nodes[1]} machines; this version runs on this one alone.")
+        notices.append(f"{source} allows up to {nodes[1]} nodes; without --engine it runs on this one alone.")
     if parsed.has("standalone") and parsed.has("rdzv_id"):
         source = parsed.settings["rdzv_id"].source
         notices.append(f"{source} has no effect under --standalone, which makes a new id, as in torchrun.")

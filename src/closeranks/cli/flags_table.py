@@ -10,13 +10,14 @@ from typing import NamedTuple
 
 from closeranks.cli import flags_values as values
 
-__all__ = ["COMPATIBILITY", "ENVIRONMENT", "FAULTS", "FLAGS", "GROUPS", "LOGS", "RUN", "Flag"]
+__all__ = ["COMPATIBILITY", "ENVIRONMENT", "FAULTS", "FLAGS", "GROUPS", "LOGS", "NODES", "RUN", "Flag"]
 
 RUN = "What runs"
 LOGS = "Logs"
 FAULTS = "Faults and hangs"
+NODES = "Several nodes"
 COMPATIBILITY = "torchrun compatibility"
-GROUPS = (RUN, LOGS, FAULTS, COMPATIBILITY)
+GROUPS = (RUN, NODES, LOGS, FAULTS, COMPATIBILITY)
 
 _ONE_MACHINE = "on one machine the workers meet in a store of their own"
 
@@ -137,6 +138,51 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag("quiet", RUN, field="quiet", here="say only warnings, errors and incidents; ranks' output is shown"),
     Flag("help", RUN, short="-h", torchrun="show the flags and exit", here="show this page and exit"),
+    # --- several nodes ---
+    Flag(
+        "nnodes",
+        NODES,
+        metavar="MIN[:MAX]",
+        read=values.nodes,
+        torchrun="number of nodes, or its range",
+        here="nodes of the job, or the range within which it may shrink and grow again; more than one "
+        "takes an --engine",
+        pet=True,
+    ),
+    Flag(
+        "spares",
+        NODES,
+        metavar="N",
+        read=values.int_at_least_0,
+        field="cluster.spares",
+        here="warm nodes beside those that train; one takes the place of a node that is lost (default 0)",
+    ),
+    Flag(
+        "engine",
+        NODES,
+        metavar="NAME",
+        field="engine",
+        here="where nodes come from: local (all on this host, or hosts that a command reaches); without it "
+        "the job runs on this host alone",
+        variable="CLOSERANKS_ENGINE",
+    ),
+    Flag(
+        "engine_option",
+        NODES,
+        metavar="NAME=VALUE",
+        read=values.engine_option,
+        field="engine_options",
+        repeatable=True,
+        here="a setting of the engine's own",
+    ),
+    Flag(
+        "lease",
+        NODES,
+        metavar="SECONDS",
+        read=values.positive_seconds,
+        field="cluster.lease_s",
+        here="a node that is silent for twice as long is lost (default 1)",
+    ),
     # --- logs ---
     Flag(
         "log_dir",
@@ -252,15 +298,6 @@ FLAGS: tuple[Flag, ...] = (
         pet=True,
     ),
     # --- torchrun compatibility ---
-    Flag(
-        "nnodes",
-        COMPATIBILITY,
-        metavar="MIN[:MAX]",
-        read=values.nodes,
-        torchrun="number of nodes, or its range",
-        here="1, or a range that starts at 1; this version runs one machine",
-        pet=True,
-    ),
     Flag(
         "node_rank",
         COMPATIBILITY,

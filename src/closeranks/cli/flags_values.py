@@ -83,7 +83,7 @@ def nproc(value: str) -> str:
 
 
 def nodes(value: str) -> tuple[int, int]:
-    """``MIN:MAX`` or ``N``. One machine is what this version runs: a minimum above 1 is refused."""
+    """``MIN:MAX`` or ``N``."""
     wanted = "a number of machines, or MIN:MAX with 1 <= MIN <= MAX"
     parts = value.split(":")
     if len(parts) > 2:
@@ -92,12 +92,28 @@ def nodes(value: str) -> tuple[int, int]:
     most = _integer(parts[-1], wanted)
     if not 1 <= least <= most:
         raise ValueError(f"want {wanted}")
-    if least > 1:
-        raise ValueError(
-            f"this version runs one machine and this asks for at least {least}; "
-            f"use --nnodes 1 (or 1:{most}) here, or torchrun for several machines"
-        )
     return least, most
+
+
+def engine_option(value: str) -> tuple[str, ...]:
+    """``NAME=VALUE``, on one line."""
+    name, equals, rest = value.partition("=")
+    if not equals or not name.replace("-", "_").isidentifier():
+        raise ValueError("want NAME=VALUE")
+    if not rest.isprintable():
+        raise ValueError("want one line of printable text")
+    return (value,)
+
+
+def positive_seconds(value: str) -> float:
+    """Seconds, above 0 and at most a day."""
+    try:
+        number = float(value)
+    except ValueError:
+        number = 0.0
+    if not 0 < number <= 86_400:
+        raise ValueError("want a number of seconds, above 0")
+    return number
 
 
 def node_rank(value: str) -> int:

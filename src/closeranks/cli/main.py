@@ -20,6 +20,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "demo": ("closeranks.cli.demo", "see a training run lose ranks and come back"),
     "report": ("closeranks.cli.report", "what happened in a run: incidents, causes, time lost"),
     "inject": ("closeranks.cli.inject", "make a fault happen in a live run"),
+    "drain": ("closeranks.cli.drain", "take a node out of a running job without losing work"),
+    "agent": ("closeranks.cli.agent", "make this host a node of a job; engines call this"),
     "config": ("closeranks.cli.config_show", "config show: every setting, and where it comes from"),
 }
 _INTERRUPTED = 130  # 128 + SIGINT

@@ -25,6 +25,10 @@ def main(argv: list[str]) -> int:
     from closeranks.cli import flags, preflight
 
     config = preflight.checked(flags.parse_run(argv, os.environ))
+    if config.engine is not None:
+        from closeranks.agent.launch_cluster import launch_cluster
+
+        return launch_cluster(config, tuple(argv))
     from closeranks.agent.launch import launch
 
     return launch(config)

@@ -101,6 +101,11 @@ class Peer(asyncio.Protocol):
         """Return once nothing of the connection is left."""
         await self._gone.wait()
 
+    def own_address(self) -> str:
+        """Our own numeric address on this connection; "" on a Unix socket, or without one."""
+        name = self._transport.get_extra_info("sockname") if self._transport is not None else None
+        return str(name[0]) if isinstance(name, tuple) else ""
+
     # --- proving who is who
 
     async def prove(self, *, job_id: str, role: str) -> None:

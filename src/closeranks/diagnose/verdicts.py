@@ -63,8 +63,11 @@ def to_verdict(finding: Finding, evidence: Evidence) -> Verdict:
     """Fill in what follows from the leaf, and hold every bound."""
     meaning = leaf_of(finding.leaf)
     action, retry = _ADVICE.get(finding.leaf, (_RESTART, True))
-    node = clean(evidence.node, 120) or None
-    culprits = tuple(Culprit("rank", rank=rank, node=node) for rank in finding.ranks)
+    nodes = {item.rank: item.node or evidence.node for item in evidence.ranks}
+    culprits = tuple(
+        Culprit("rank", rank=rank, node=clean(nodes.get(rank, evidence.node), 120) or None)
+        for rank in finding.ranks
+    )
     return Verdict(
         leaf=finding.leaf,
         kind=finding.kind,

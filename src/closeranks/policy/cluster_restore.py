@@ -10,19 +10,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 from closeranks.policy.cluster_state import ClusterState, Forming, Link, Member, Node, Planned, Store, World
+from closeranks.policy.job import JobState
 
-__all__ = ["durable", "restore"]
+__all__ = ["durable", "durable_job", "durable_node", "restore"]
 
 
 def durable(state: ClusterState) -> ClusterState:
     """The state without what every heartbeat and step changes; for the journal, whenever it is another."""
-    nodes = {
-        name: replace(node, lease_end_s=0.0) if node.link in (Link.ATTACHED, Link.AWAITED) else node
-        for name, node in state.nodes.items()
-    }
-    # Of the steps it matters only whether any was made.
-    job = replace(state.job, steps=min(1, state.job.steps))
-    return replace(state, nodes=nodes, job=job, ticked_at_s=None)
+    nodes = {name: durable_node(node) for name, node in state.nodes.items()}
+    return replace(state, nodes=nodes, job=durable_job(state.job), ticked_at_s=None)
+
+
+def durable_node(node: Node) -> Node:
+    """The lease of a node that is there begins anew after a restart."""
+    return replace(node, lease_end_s=0.0) if node.link in (Link.ATTACHED, Link.AWAITED) else node
+
+
+def durable_job(job: JobState) -> JobState:
+    """Of the steps it matters only whether any was made."""
+    return replace(job, steps=min(1, job.steps))
 
 
 def restore(state: ClusterState, now_s: float, shift_s: float = 0.0) -> ClusterState:

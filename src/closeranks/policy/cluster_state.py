@@ -217,7 +217,7 @@ def check_cluster_config(config: ClusterConfig) -> None:
     above_0 = ("lease_s", "join_timeout_s", "order_timeout_s", "stop_timeout_s", "exclusion_s")
     at_least_0 = (
         "fence_margin_s", "last_call_s", "reattach_grace_s", "exclusion_max_s", "forgive_s", "blame_window_s",
-        "grow_cooldown_s", "drain_deadline_s", "drain_prepare_s",
+        "grow_cooldown_s", "drain_deadline_s", "drain_prepare_s", "leave_deadline_s",
     )  # fmt: skip
     for name in (*above_0, *at_least_0):
         time_s: float = getattr(config, name)

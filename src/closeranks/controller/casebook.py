@@ -1,0 +1,241 @@
+"""The incidents of a job over many nodes: opened, judged, put on record, shown.
+
+One generation that fails is one incident. Its verdict comes from an inquest over all nodes; where policy gave
+a generation up because a node or the store went away, that is the verdict.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from closeranks.cluster_events import ClusterAction, NodeFailed
+from closeranks.controller.incident_files import write_incident
+from closeranks.controller.inquest import Finding, Inquest
+from closeranks.controller.sessions import Session
+from closeranks.diagnose import codec
+from closeranks.diagnose.outcome import detected_note, node_lost_verdict
+from closeranks.events import Failure, Tell
+from closeranks.evidence import Evidence, EvidenceLine, Trigger, Verdict
+from closeranks.policy.cluster_state import Link, Stage, World
+
+if TYPE_CHECKING:
+    from closeranks.controller.service import ClusterService
+
+__all__ = ["Casebook", "IncidentScreen"]
+
+_SHOW_AFTER_S = 1.0  # an incident's files and screen wait for the next first step, at most so long
+_MAX_WAITING = 64
+
+
+class IncidentScreen(Protocol):
+    """Shows an incident to people."""
+
+    def incident(
+        self,
+        evidence: Evidence,
+        verdict: Verdict,
+        directory: Path,
+        *,
+        next_generation: int | None,
+        injected: bool,
+    ) -> None: ...
+
+
+class Casebook:
+    """Of one job. ``count``: incidents so far."""
+
+    def __init__(self, run_dir: Path, screen: IncidentScreen) -> None:
+        self._run_dir = run_dir
+        self._screen = screen
+        self._service: ClusterService | None = None
+        self._inquest: Inquest | None = None
+        self._judged = -1  # the newest generation that has its incident
+        self._ending_since_s = 0.0
+        self._waiting: list[tuple[Evidence, Verdict, Mapping[str, Mapping[int, str]]]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self.count = 0
+
+    def attach(self, service: ClusterService) -> None:
+        """Whose incidents these are."""
+        self._service = service
+
+    @property
+    def _owner(self) -> ClusterService:
+        assert self._service is not None, "a casebook of nobody"
+        return self._service
+
+    @staticmethod
+    def incident_id(generation: int) -> str:
+        """As agents name it, too (agent.node_incidents)."""
+        return f"g{generation:04d}"
+
+    def begin(self, world: World) -> None:
+        """A generation starts: nothing more can be said of the one before."""
+        if self._inquest is not None:
+            self._inquest.cancel()
+            self._inquest = None
+
+    # --- evidence -----------------------------------------------------------------------------------
+
+    def reported(self, session: Session, message: Mapping[str, Any]) -> None:
+        """A node says that a generation failed there, or answers what it was asked."""
+        world, generation = self._owner.job.state.world, message["generation"]
+        if world is None or world.generation != generation or world.stage is not Stage.RUNNING:
+            return
+        inquest = self._inquest
+        if inquest is None or inquest.generation != generation:
+            if message["type"] != "failed":
+                return
+            inquest = self._open(world, session.node, message)
+        problem = inquest.add(session.node, message, session.offset_ns or 0)
+        if problem:
+            self._owner.notice(f"evidence of node {session.node} can't be read: {problem}")
+
+    def _open(self, world: World, reporter: str, message: Mapping[str, Any]) -> Inquest:
+        members = [member for member in world.members.values() if not member.down]
+        inquest = self._inquest = Inquest(
+            self.incident_id(world.generation),
+            world.generation,
+            sum(member.ranks for member in world.members.values()),
+            [member.node for member in members],
+            self._conclude,
+        )
+        trigger = message["evidence"].get("trigger")
+        kind = trigger.get("kind") if isinstance(trigger, Mapping) else ""
+        request = {"type": "evidence_request", "generation": world.generation, "trigger": str(kind)}
+        for member in members:
+            if member.node != reporter and not self._owner.sessions.send(member.node, request):
+                inquest.missing(member.node)
+        return inquest
+
+    def silent(self, node: str) -> None:
+        """A node's connection is gone."""
+        if self._inquest is not None:
+            self._inquest.missing(node)
+
+    def _conclude(self, finding: Finding) -> None:
+        self._inquest = None
+        evidence, verdict = finding.evidence, finding.verdict
+        self._judge(evidence, verdict, finding.texts, detected_note(evidence, verdict))
+        note = {"incident_id": evidence.incident_id, "seconds": finding.took_s}
+        self._owner.job.note("evidence", note, generation=evidence.generation)
+        self._owner.dispatch(NodeFailed(finding.reporter, finding.failure, finding.culprit_nodes))
+
+    def without_evidence(self, node: str, failure: Failure) -> None:
+        """A node could not even start its ranks, or not say why they failed."""
+        trigger = Trigger("exit", (), failure.signature, time.monotonic_ns())
+        self._judge_without(failure.generation, trigger, (node,), failure.signature)
+
+    # --- what policy decided ------------------------------------------------------------------------
+
+    def ended(self, before: World, after: World, actions: tuple[ClusterAction, ...]) -> None:
+        """A generation is given up. Where no inquest was held, a node or the store was lost, or it was
+        meant to be."""
+        self._ending_since_s = time.monotonic()
+        planned = before.planned is not None or after.stop_signal is not None
+        if after.generation <= self._judged or planned:
+            return
+        nodes = self._owner.job.state.nodes
+        lost = tuple(
+            sorted(
+                member.node
+                for member in after.members.values()
+                if not member.succeeded
+                and (
+                    member.lost_at_s is not None
+                    or (node := nodes.get(member.node)) is None
+                    or node.link in (Link.LOST, Link.LEFT)
+                )
+            )
+        )
+        told = [action.text for action in actions if isinstance(action, Tell)]
+        why = told[0] if told else "the generation can't go on"
+        heard = [ns for name in lost if (ns := self._owner.sessions.last_heard_ns(name)) is not None]
+        ranks = tuple(
+            rank
+            for name in lost
+            for rank in range(
+                after.members[name].first_rank, after.members[name].first_rank + after.members[name].ranks
+            )
+        )
+        trigger = Trigger("node_lost", ranks, why, time.monotonic_ns())
+        broke_ns = min(heard, default=None)
+        self._judge_without(after.generation, trigger, lost or (after.store_node,), why, broke_ns)
+
+    def _judge_without(
+        self,
+        generation: int,
+        trigger: Trigger,
+        nodes: tuple[str, ...],
+        why: str,
+        broke_ns: int | None = None,
+    ) -> None:
+        world = self._owner.job.state.world
+        size = sum(member.ranks for member in world.members.values()) if world is not None else 0
+        evidence = Evidence(self.incident_id(generation), generation, size, trigger, ranks=())
+        lines = (EvidenceLine("controller", trigger.detail, "nothing was heard of it since"),)
+        verdict = node_lost_verdict(nodes, why, lines)
+        note = detected_note(evidence, verdict)
+        note["broke_mono_ns"] = broke_ns or trigger.mono_ns
+        self._judge(evidence, verdict, {}, note)
+
+    def down(self, world: World) -> None:
+        """Nothing of this generation runs any more."""
+        seconds = max(0.0, time.monotonic() - self._ending_since_s)
+        self._owner.job.note("killed", {"seconds": seconds, "leftovers": []}, generation=world.generation)
+
+    # --- on record ----------------------------------------------------------------------------------
+
+    def _judge(
+        self,
+        evidence: Evidence,
+        verdict: Verdict,
+        texts: Mapping[str, Mapping[int, str]],
+        note: Mapping[str, Any],
+    ) -> None:
+        if evidence.generation <= self._judged:
+            return
+        self._judged = evidence.generation
+        self.count += 1
+        self._owner.job.note("detected", note, generation=evidence.generation)
+        if len(self._waiting) < _MAX_WAITING:
+            self._waiting.append((evidence, verdict, texts))
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_SHOW_AFTER_S, self.show)
+
+    def show(self) -> None:
+        """Files and screens of what has been judged since the last call."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        waiting, self._waiting = self._waiting, []
+        for evidence, verdict, texts in waiting:
+            directory = self._run_dir / "incidents" / evidence.incident_id
+            follows = self._owner.job.state.job.generation
+            if follows <= evidence.generation:
+                verdict = replace(verdict, action="no restart")
+            problem = write_incident(
+                directory, evidence, verdict, texts.get("stacks", {}), texts.get("native", {})
+            )
+            if problem:
+                self._owner.notice(problem)
+            public = {"incident_id": evidence.incident_id, "verdict": codec.public_verdict(verdict)}
+            self._owner.job.note("verdict", public, generation=evidence.generation)
+            self._screen.incident(
+                evidence,
+                verdict,
+                directory,
+                next_generation=follows if follows > evidence.generation else None,
+                injected=False,
+            )
+
+    def close(self) -> None:
+        """The job is over: show what waits."""
+        if self._inquest is not None:
+            self._inquest.cancel()
+        self.show()

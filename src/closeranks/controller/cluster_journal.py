@@ -1,0 +1,129 @@
+"""The many-nodes policy's state in the journal: what has changed, part by part, and all of it again.
+
+A whole state of 2,048 nodes is a megabyte, and nearly every change is to a few nodes. So a record holds the
+parts that are others than at the record before; a start goes through them all, in order. Parts that belong
+together may take several records; the last of these says so, and what has no last one never happened.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from closeranks.controller.journal import MAX_DATA_BYTES, Record
+from closeranks.errors import JournalError
+from closeranks.plain import PlainError, from_plain, to_plain
+from closeranks.policy.cluster_restore import durable_job, durable_node
+from closeranks.policy.cluster_state import ClusterState, Forming, Member, Node, World
+from closeranks.policy.job import JobState
+
+__all__ = ["STATE_KIND", "StateDiary", "read_state"]
+
+STATE_KIND = "cluster_state"
+_ROOM_BYTES = MAX_DATA_BYTES // 2
+_NODE, _MEMBER, _SEAT = "node/", "member/", "seat/"
+
+
+def _parts(state: ClusterState) -> dict[str, Any]:
+    """The state in parts that change together; ``member``: of the world, ``seat``: of the one that forms."""
+    world, forming = state.world, state.forming
+    parts: dict[str, Any] = {
+        "job": durable_job(state.job),
+        "world": None if world is None else replace(world, members={}),
+        "forming": None if forming is None else replace(forming, members={}),
+        "rest": (state.finished, state.requested, state.requested_at_s),
+    }
+    parts.update((_NODE + name, node) for name, node in state.nodes.items())
+    parts.update((_MEMBER + name, member) for name, member in (world.members if world else {}).items())
+    parts.update((_SEAT + name, member) for name, member in (forming.members if forming else {}).items())
+    return parts
+
+
+class StateDiary:
+    """Tells, after each decision, what has to be written down."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, Any] = {}  # the parts as they were
+        self._written: dict[str, Any] = {}  # what of them is in the journal
+
+    def changes(self, state: ClusterState) -> Iterator[dict[str, Any]]:
+        """The data of the records that bring the journal up to ``state``; usually none or one."""
+        parts = _parts(state)
+        before, self._seen = self._seen, parts
+        changed: dict[str, Any] = {}
+        for key, part in parts.items():
+            if key in before and before[key] is part:  # by far most of them: not even compared
+                continue
+            lasting = durable_node(part) if isinstance(part, Node) else part
+            if key not in self._written or self._written[key] != lasting:
+                changed[key] = self._written[key] = lasting
+        gone = [key for key in before if key not in parts]
+        for key in gone:
+            del self._written[key]
+        return _batches(changed, gone)
+
+
+def _batches(changed: Mapping[str, Any], gone: list[str]) -> Iterator[dict[str, Any]]:
+    if not changed and not gone:
+        return
+    batch: dict[str, Any] = {}
+    room_bytes = _ROOM_BYTES
+    for key, part in changed.items():
+        plain = to_plain(part)
+        size_bytes = len(key) + len(json.dumps(plain)) + 8
+        if batch and size_bytes > room_bytes:
+            yield {"set": batch, "gone": [], "last": False}
+            batch, room_bytes = {}, _ROOM_BYTES
+        batch[key] = plain
+        room_bytes -= size_bytes
+    yield {"set": batch, "gone": gone, "last": True}
+
+
+def read_state(records: Iterable[Record], fresh: ClusterState) -> ClusterState | None:
+    """The newest state that the journal holds whole, under the settings of ``fresh``; None: it holds none.
+
+    Raises JournalError for a record that makes no sense.
+    """
+    parts: dict[str, Any] = {}
+    pending: dict[str, Any] = {}
+    found = False
+    for record in records:
+        if record.kind != STATE_KIND:
+            continue
+        changed = record.data.get("set")
+        pending.update(changed if isinstance(changed, Mapping) else {})
+        if record.data.get("last"):
+            parts.update(pending)
+            pending = {}
+            for key in record.data.get("gone") or ():
+                parts.pop(key, None)
+            found = True
+    if not found:
+        return None
+    try:
+        return _whole(parts, fresh)
+    except (PlainError, TypeError, ValueError) as error:
+        raise JournalError(f"the journal's state of the cluster makes no sense: {error}") from error
+
+
+def _whole(parts: Mapping[str, Any], fresh: ClusterState) -> ClusterState:
+    def group(prefix: str, kind: Any) -> dict[str, Any]:
+        names = (key for key in parts if key.startswith(prefix))
+        return {key.removeprefix(prefix): from_plain(kind, parts[key], key) for key in names}
+
+    world = from_plain(World | None, parts.get("world"), "world")
+    forming = from_plain(Forming | None, parts.get("forming"), "forming")
+    rest = from_plain(tuple[bool, int, float], parts.get("rest"), "rest")
+    job = from_plain(JobState, parts.get("job"), "job")
+    return replace(
+        fresh,
+        job=replace(job, config=fresh.job.config),
+        nodes=group(_NODE, Node),
+        world=None if world is None else replace(world, members=group(_MEMBER, Member)),
+        forming=None if forming is None else replace(forming, members=group(_SEAT, Member)),
+        finished=rest[0],
+        requested=rest[1],
+        requested_at_s=rest[2],
+    )

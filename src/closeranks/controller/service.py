@@ -1,0 +1,488 @@
+"""The controller: the asyncio shell around policy.cluster. It hears agents, keeps time, passes orders on.
+
+Facts come from agents' connections, from the engine, from people and from the clock; every one goes through
+``dispatch``. Nothing here decides about nodes or generations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import signal
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, assert_never
+
+from closeranks.cluster_events import (
+    CheckHealth,
+    ClusterAction,
+    ClusterEvent,
+    DrainReady,
+    DrainRequested,
+    KillNode,
+    NodeAttached,
+    NodeDown,
+    NodeFailed,
+    NodeHealth,
+    NodeHeartbeat,
+    NodeLeft,
+    NodeReady,
+    NodeStarted,
+    NodeSucceeded,
+    OpenStore,
+    PrepareDrain,
+    ReleaseNode,
+    RequestNode,
+    StartNode,
+    StopNode,
+    StoreLost,
+    StoreOpened,
+    Tick,
+)
+from closeranks.controller.casebook import Casebook
+from closeranks.controller.cluster_job import ClusterJob
+from closeranks.controller.peer import Peer
+from closeranks.controller.progress_board import ProgressBoard
+from closeranks.controller.sessions import Session, Sessions
+from closeranks.engines.base import Engine
+from closeranks.errors import UsageError
+from closeranks.events import Failure, FailureKind, Finish, Progress, RunStarted, StopRequested, Tell
+from closeranks.faults import format_spec, parse_spec
+from closeranks.policy.cluster_state import Link, Stage, World
+
+__all__ = ["ClusterService", "ServiceConsole"]
+
+_TICKS_PER_LEASE = 8
+_GOODBYE_S = 10.0  # for agents to kill their ranks and leave, at the end
+_SMALL = 256  # nodes; below that heartbeats come twice as often as the lease needs
+_INJECT_S = 5.0
+
+
+class ServiceConsole(Protocol):
+    """What people see of the controller."""
+
+    def tell(self, level: str, text: str) -> None: ...
+
+    def internal_error(self, error: BaseException) -> None: ...
+
+
+class ClusterService:
+    """Runs one job over its nodes. ``run()`` returns how it ended."""
+
+    def __init__(
+        self,
+        job: ClusterJob,
+        engine: Engine,
+        *,
+        job_id: str,
+        run_dir: Path,
+        console: ServiceConsole,
+        casebook: Casebook,
+    ) -> None:
+        self.job = job
+        self.engine = engine
+        self.console = console
+        self.sessions = Sessions()
+        self.casebook = casebook
+        self.board = ProgressBoard(lambda kind, data, g: job.note(kind, data, generation=g))
+        self.finish: Finish | None = None
+        self._job_id = job_id
+        self._run_dir = run_dir
+        self._finished = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._asked: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        casebook.attach(self)
+
+    # --- life ---------------------------------------------------------------------------------------
+
+    async def run(self) -> Finish:
+        """From the first order to the last goodbye. Agents may attach from now on."""
+        self.spawn(self._follow_engine())
+        self.spawn(self._tick())
+        world = self.job.state.world
+        if self.job.resumed:
+            if world is not None:
+                self.board.begin(world.generation, world.members)
+                self.board.ever_saved = True  # what went before isn't known: better to wait for a save
+            self.console.tell("warning", "a new controller goes on with this job; its agents attach again")
+        else:
+            self.dispatch(RunStarted())
+            config = self.job.state.config
+            self.spawn(self._place(config.max_nodes + config.spares, "the job begins"))
+        await self._finished.wait()
+        assert self.finish is not None
+        await self._close(self.finish)
+        return self.finish
+
+    async def _close(self, finish: Finish) -> None:
+        self.casebook.close()
+        for session in self.sessions:
+            session.send({"type": "finish", "exit_code": 0, "reason": finish.reason})
+        deadline_s = asyncio.get_running_loop().time() + _GOODBYE_S
+        while len(self.sessions) and asyncio.get_running_loop().time() < deadline_s:
+            await asyncio.sleep(0.01)
+        await self.engine.close()
+        for task in self._tasks:
+            task.cancel()
+        self.job.note("finished", {"exit_code": finish.exit_code, "reason": finish.reason})
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self.console.internal_error(error)
+
+    async def _tick(self) -> None:
+        config = self.job.state.config
+        while self.finish is None:
+            await asyncio.sleep(config.lease_length_s / _TICKS_PER_LEASE)
+            for _ in range(3):  # what has arrived by now is taken first
+                await asyncio.sleep(0)
+            self.dispatch(Tick())
+
+    # --- facts and actions --------------------------------------------------------------------------
+
+    def dispatch(self, event: ClusterEvent) -> None:
+        """Tell policy a fact, and do what it says."""
+        self.carry_out(self._decide(event))
+
+    def _decide(self, event: ClusterEvent) -> tuple[ClusterAction, ...]:
+        if self.finish is not None:
+            return ()
+        before = self.job.state.world
+        actions = self.job.handle(event)
+        after = self.job.state.world
+        if after is not before:
+            self._world_changed(before, after, actions)
+        return actions
+
+    def _world_changed(
+        self, before: World | None, after: World | None, actions: tuple[ClusterAction, ...]
+    ) -> None:
+        if after is None:
+            return
+        if before is None or before.generation != after.generation:
+            starts = [action for action in actions if isinstance(action, StartNode)]
+            note = {"delay_s": starts[0].delay_s if starts else 0.0, "nodes": sorted(after.members)}
+            self.job.note("generation_starting", note, generation=after.generation)
+            self.board.begin(after.generation, after.members)
+            self.casebook.begin(after)
+            return
+        started = all(member.started for member in after.members.values())
+        if started and not all(member.started for member in before.members.values()):
+            self.job.note("generation_started", {}, generation=after.generation)
+        if before.stage is Stage.RUNNING and after.stage is not Stage.RUNNING:
+            self.board.write()
+            self.casebook.ended(before, after, actions)
+        if before.stage is not Stage.ENDED and after.stage is Stage.ENDED:
+            self.casebook.down(after)
+
+    def carry_out(self, actions: tuple[ClusterAction, ...]) -> None:
+        for action in actions:
+            self._carry_out(action)
+
+    def _carry_out(self, action: ClusterAction) -> None:
+        match action:
+            case OpenStore(node, generation):
+                self.sessions.send(node, {"type": "store_open", "generation": generation})
+            case StartNode():
+                self.sessions.send(action.node, _start_message(action))
+            case KillNode(node, generation):
+                self.sessions.send(node, {"type": "kill", "generation": generation})
+            case StopNode(node, generation, number):
+                self.sessions.send(node, {"type": "stop", "generation": generation, "signal": number})
+            case PrepareDrain(node, generation, deadline_s):
+                self._prepare(node, generation, deadline_s)
+            case CheckHealth(node, reason, check):
+                self.sessions.send(node, {"type": "health_check", "check": check, "reason": reason})
+            case RequestNode(count, reason):
+                self.spawn(self._place(count, reason))
+            case ReleaseNode(node, reason):
+                self.sessions.send(node, {"type": "finish", "exit_code": 0, "reason": f"released: {reason}"})
+                self.spawn(self.engine.release(node, reason))
+            case Finish():
+                self.finish = action
+                self._finished.set()
+            case Tell(level, text):
+                self.job.note("notice", {"level": level, "text": text})
+                self.console.tell(level, text)
+            case _:
+                assert_never(action)
+
+    def _prepare(self, node: str, generation: int, deadline_s: float) -> None:
+        """Where nothing was ever seen to be saved, there is nothing to wait for."""
+        if self.board.ever_saved:
+            message = {"type": "prepare", "generation": generation, "deadline_s": deadline_s}
+            self.sessions.send(node, message)
+        else:
+            asyncio.get_running_loop().call_soon(self.dispatch, DrainReady(node, generation))
+
+    # --- the engine ---------------------------------------------------------------------------------
+
+    async def _place(self, count: int, reason: str) -> None:
+        placed = await self.engine.place(count, reason)
+        if placed < count:
+            self.job.note("notice", {"level": "info", "text": f"{placed} of {count} nodes can be had"})
+
+    async def _follow_engine(self) -> None:
+        async for fact in self.engine.facts():
+            self.dispatch(fact)
+
+    # --- agents -------------------------------------------------------------------------------------
+
+    async def on_peer(self, peer: Peer) -> None:
+        """One connection of an agent, from its hello to its end."""
+        hello = await peer.receive()
+        if hello is None or hello["type"] != "hello":
+            return
+        session = self._admit(hello, peer)
+        if session is None:
+            return
+        try:
+            while (message := await peer.receive()) is not None and self.sessions.is_current(session):
+                self._heard(session, message)
+        finally:
+            self.sessions.remove(session)
+            self.casebook.silent(session.node)
+
+    def _admit(self, hello: Mapping[str, Any], peer: Peer) -> Session | None:
+        node, session_id = hello["node"], hello["session"]
+        if hello["job"] != self._job_id:
+            peer.send({"type": "refused", "reason": "this is another job's controller", "for_good": True})
+            return None
+        event = NodeAttached(node, session_id, hello["slots"], hello["address"], hello.get("running"))
+        actions = self._decide(event)
+        if not self.job.holds_lease(node, session_id):
+            self.carry_out(actions)
+            for_good = self._is_done_with(node, session_id)
+            reason = "the job needs this agent no more" if for_good else "not now: try again"
+            peer.send({"type": "refused", "reason": reason, "for_good": for_good})
+            return None
+        session = Session.of(hello, peer)
+        self.sessions.add(session)
+        config = self.job.state.config
+        beat_s = config.lease_s / 2 if len(self.job.state.nodes) < _SMALL else config.lease_s
+        grace_s = config.reattach_grace_s
+        peer.send({"type": "welcome", "lease_s": config.lease_length_s, "beat_s": beat_s, "grace_s": grace_s})
+        self.carry_out(actions)
+        return session
+
+    def _is_done_with(self, node: str, session_id: str) -> bool:
+        if self.finish is not None:
+            return True
+        known = self.job.state.nodes.get(node)
+        return known is not None and known.link is Link.LEFT and known.session == session_id
+
+    def _heard(self, session: Session, message: Mapping[str, Any]) -> None:
+        kind = message["type"]
+        if kind == "heartbeat":
+            self._heartbeat(session, message)
+            return
+        handler = _HANDLERS.get(kind)
+        if handler is not None:
+            handler(self, session, message)
+
+    def _heartbeat(self, session: Session, message: Mapping[str, Any]) -> None:
+        node = session.node
+        self.dispatch(NodeHeartbeat(node, session.session))
+        if not self.job.holds_lease(node, session.session):
+            session.peer.close("its lease is over")
+            return
+        session.send({"type": "heartbeat_ack", "seq": message["seq"]})
+        session.heard(message)
+        progress = session.progress
+        if progress is None:
+            return
+        if self.board.take(node, progress):
+            self.casebook.show()
+            took_s = (self.board.first_step_s or 0.0) - self.board.began_s
+            what = "running" if progress.generation == 0 else "running again"
+            text = f"{what}: generation {progress.generation}, first step after {took_s:.2f} s"
+            self.console.tell("info", text)
+        if self.board.step and progress.generation == self.board.generation:
+            self.dispatch(Progress(self.board.generation, self.board.step))
+
+    def _broke(self, session: Session, message: Mapping[str, Any]) -> None:
+        """A generation that can't go on, and no evidence of why."""
+        kinds = {kind.value: kind for kind in FailureKind}
+        world = self.job.state.world
+        if world is None or world.generation != message["generation"]:
+            return
+        failure = Failure(
+            generation=world.generation,
+            incident_id=self.casebook.incident_id(world.generation),
+            kind=kinds.get(message["kind"], FailureKind.LAUNCH),
+            rank=None,
+            signature=f"node {session.node}: {message['reason']}",
+            step=self.board.step,
+            startup=self.board.step == 0,
+            durable_progress=False,
+            exit_code=1,
+        )
+        self.casebook.without_evidence(session.node, failure)
+        self.dispatch(NodeFailed(session.node, failure, (session.node,)))
+
+    def _prepared(self, session: Session, message: Mapping[str, Any]) -> None:
+        """One save is the save of all: who saved holds the others up at their next step."""
+        world, generation = self.job.state.world, message["generation"]
+        if world is None or world.generation != generation:
+            return
+        for node in tuple(world.members) if message["saves"] else (session.node,):
+            self.dispatch(DrainReady(node, generation))
+
+    def _event(self, session: Session, message: Mapping[str, Any]) -> None:
+        kind = f"node_{message['kind']}" if message["kind"] == "killed" else message["kind"]
+        data = {**message["data"], "node": session.node}
+        if kind == "notice" and isinstance(data.get("text"), str):
+            data["text"] = f"{data['text']}"[:2000]
+        self.job.note(kind, data, generation=message.get("generation"))
+
+    def _injected(self, _session: Session, message: Mapping[str, Any]) -> None:
+        asked = self._asked.pop(message["id"], None)
+        if asked is not None and not asked.done():
+            asked.set_result(dict(message["reply"]))
+
+    # --- people -------------------------------------------------------------------------------------
+
+    def stop_requested(self, reason: str, number: int) -> None:
+        """Someone wants the whole job to end."""
+        self.job.note("stop_requested", {"reason": reason})
+        self.console.tell("info", f"{reason}: stopping the ranks (again to kill them at once)")
+        self.dispatch(StopRequested(reason, number))
+
+    def guard_died(self) -> None:
+        """The process the user started is gone: nobody is left to answer to."""
+        self.job.note("notice", {"level": "error", "text": "the launcher was killed: stopping"})
+        self.finish = self.finish or Finish(128 + signal.SIGKILL, "the launcher was killed")
+        self._finished.set()
+
+    def notice(self, text: str) -> None:
+        self.job.note("notice", {"level": "warning", "text": text})
+        self.console.tell("warning", text)
+
+    async def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """A request on the control socket."""
+        kind = request.get("type")
+        if kind == "status":
+            return {"ok": True, **self.status()}
+        if kind == "drain":
+            return self._drain(request)
+        if kind == "inject":
+            return await self._inject(str(request.get("spec", "")))
+        return {"ok": False, "error": f"unknown request {kind!r}"}
+
+    def status(self) -> dict[str, Any]:
+        state, world = self.job.state, self.job.state.world
+        members = world.members if world is not None and world.stage is not Stage.ENDED else {}
+        return {
+            "generation": world.generation if world is not None else None,
+            "stage": world.stage.value if world is not None else "forming",
+            "world_size": sum(member.ranks for member in members.values()),
+            "step": self.board.step,
+            "incidents": self.casebook.count,
+            "nodes": [
+                {
+                    "node": node.name,
+                    "link": node.link.value,
+                    "standing": node.standing.value,
+                    "reason": node.drain_reason or node.standing_reason,
+                    "draining": node.drain_due_s is not None,
+                    "ready": node.ready,
+                    "session": node.session,
+                    "address": node.address,
+                    "ranks": [members[node.name].first_rank, members[node.name].ranks]
+                    if node.name in members
+                    else None,
+                }
+                for node in state.nodes.values()
+            ],
+        }
+
+    def _drain(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        name, state = str(request.get("node", "")), self.job.state
+        if name not in state.nodes:
+            known = ", ".join(sorted(state.nodes)[:20]) or "none yet"
+            return {"ok": False, "error": f"this job has no node {name!r}; its nodes are {known}"}
+        deadline_s = request.get("deadline_s")
+        if not isinstance(deadline_s, int | float):
+            deadline_s = state.config.drain_deadline_s
+        self.dispatch(DrainRequested(name, float(deadline_s), str(request.get("reason") or "asked for")))
+        return {"ok": True, "node": name, "deadline_s": deadline_s, "spares": self._spares_left()}
+
+    def _spares_left(self) -> int:
+        world = self.job.state.world
+        seated = world.members if world is not None else {}
+        return sum(
+            node.link is Link.ATTACHED and node.drain_due_s is None and node.name not in seated
+            for node in self.job.state.nodes.values()
+        )
+
+    async def _inject(self, text: str) -> dict[str, Any]:
+        try:
+            spec = parse_spec(text)
+        except UsageError as error:
+            return {"ok": False, "error": str(error)}
+        world = self.job.state.world
+        if world is None or world.stage is not Stage.RUNNING:
+            return {"ok": False, "error": "no rank runs at the moment; try again once the job has started"}
+        size = sum(member.ranks for member in world.members.values())
+        number = spec.rank if spec.rank is not None else random.randrange(size)
+        member = next(
+            (m for m in world.members.values() if m.first_rank <= number < m.first_rank + m.ranks), None
+        )
+        if member is None:
+            return {"ok": False, "error": f"there is no rank {number}: ranks are 0 to {size - 1}"}
+        request = secrets.token_hex(8)
+        asked: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._asked[request] = asked
+        order = {"type": "inject", "id": request, "spec": format_spec(replace(spec, rank=number))}
+        if not self.sessions.send(member.node, order):
+            self._asked.pop(request)
+            return {"ok": False, "error": f"node {member.node} can't be reached at the moment"}
+        try:
+            return await asyncio.wait_for(asked, _INJECT_S)
+        except TimeoutError:
+            return {"ok": False, "error": f"node {member.node} did not answer"}
+        finally:
+            self._asked.pop(request, None)
+
+
+def _start_message(order: StartNode) -> dict[str, Any]:
+    return {
+        "type": "start", "generation": order.generation, "node_rank": order.node_rank,
+        "first_rank": order.first_rank, "ranks": order.ranks, "world_size": order.world_size,
+        "node_count": order.node_count, "store": order.store, "delay_s": order.delay_s,
+    }  # fmt: skip
+
+
+_Handler = Callable[[ClusterService, Session, Mapping[str, Any]], None]
+
+
+def _fact(make: Callable[[Session, Mapping[str, Any]], ClusterEvent]) -> _Handler:
+    return lambda service, session, message: service.dispatch(make(session, message))
+
+
+_HANDLERS: dict[str, _Handler] = {
+    "ready": _fact(lambda s, _: NodeReady(s.node, s.session)),
+    "started": _fact(lambda s, m: NodeStarted(s.node, m["generation"])),
+    "down": _fact(lambda s, m: NodeDown(s.node, m["generation"])),
+    "succeeded": _fact(lambda s, m: NodeSucceeded(s.node, m["generation"])),
+    "store_opened": _fact(lambda s, m: StoreOpened(s.node, m["generation"], m["address"])),
+    "store_lost": _fact(lambda s, m: StoreLost(s.node, m["generation"])),
+    "leaving": _fact(lambda s, m: DrainRequested(s.node, m["deadline_s"], m["reason"])),
+    "health": _fact(lambda s, m: NodeHealth(s.node, m["ok"], m["reason"], m["check"])),
+    "goodbye": _fact(lambda s, m: NodeLeft(s.node, s.session, m["reason"])),
+    "failed": lambda service, session, message: service.casebook.reported(session, message),
+    "evidence": lambda service, session, message: service.casebook.reported(session, message),
+    "broke": ClusterService._broke,
+    "prepared": ClusterService._prepared,
+    "injected": ClusterService._injected,
+    "event": ClusterService._event,
+}
