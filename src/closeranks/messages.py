@@ -70,7 +70,8 @@ MESSAGES: Mapping[str, Mapping[str, str]] = {
     "store_opened": {"generation": "count", "address": "name"},
     "store_lost": {"generation": "count"},
     # Nodes.
-    "prepare": {"generation": "count", "deadline_s": "seconds"},
+    # ``last_call``: others have saved, and wait.
+    "prepare": {"generation": "count", "deadline_s": "seconds", "last_call": "bool"},
     "prepared": {"generation": "count", "saves": "count"},
     "leaving": {"deadline_s": "seconds", "reason": "str"},
     "health_check": {"check": "count", "reason": "str"},

@@ -86,6 +86,7 @@ class Field(IntEnum):
     # issued | how many it usually does << 32. 0: it isn't held.
     SHORT_STEP = 184
     USER_PHASE = 192  # 32 bytes, UTF-8, zero-padded: closeranks.phase("...")
+    HELD = 224  # 1 while the rank waits, its checkpoint saved, for the restart that it was told of
 
 
 HEADER_BYTES = 256
@@ -198,6 +199,7 @@ class Page:
     collectives: tuple[Collective, ...] = ()
     groups: dict[int, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     rings: bool = False  # steps, collectives and groups were read; empty then means that there are none
+    held: bool = False
     short_step: tuple[int, int] | None = None  # held: collectives issued in its last step, and usually
 
     @property
@@ -302,5 +304,6 @@ def read_page(view: memoryview, *, rings: bool = True) -> Page | None:
         collectives=tuple(collectives),
         groups=groups,
         rings=rings,
+        held=bool(_u64(view, Field.HELD)),
         short_step=(short & 0xFFFFFFFF, short >> 32) if short else None,
     )

@@ -31,10 +31,12 @@ from closeranks.events import (
 )
 from closeranks.evidence import Trigger
 from closeranks.faults import parse_spec
+from closeranks.progress import Page, Phase
 
 __all__ = ["Attachment", "NodeAgent"]
 
 _SAVE_LOOK_S = 0.02
+_HOLD_PATIENCE_S = 2.0  # for a rank that has saved to come to its next step; scripts without steps never do
 _READY_LOOK_S = 0.1
 
 
@@ -66,6 +68,7 @@ class NodeAgent(Supervisor):
         self._dead_up_to = -1  # generations up to this one never start here any more
         self._stores: dict[int, StoreProcess] = {}
         self._preparing: asyncio.Task[None] | None = None
+        self._saved_before: list[int] = []
         self._leaving = False
         super().__init__(controller=self.reports, **kwargs)
 
@@ -175,7 +178,8 @@ class NodeAgent(Supervisor):
             case "store_open":
                 self._spawn(self._open_store(generation))
             case "prepare":
-                self._prepare(generation, message["deadline_s"])
+                last_call = message["last_call"]
+                self._prepare(generation, message["deadline_s"], last_call=last_call)
             case "evidence_request":
                 self._contribute(generation, message["trigger"])
             case "health_check":
@@ -268,33 +272,44 @@ class NodeAgent(Supervisor):
 
     # --- making way ---------------------------------------------------------------------------------
 
-    def _prepare(self, generation: int, deadline_s: float) -> None:
+    def _prepare(self, generation: int, deadline_s: float, *, last_call: bool) -> None:
         world = self.world
         if world is None or world.generation != generation:
             return
         if self._preparing is not None:
             self._preparing.cancel()
-        self._preparing = asyncio.get_running_loop().create_task(self._await_save(world, deadline_s))
+        work = self._await_save(world, deadline_s, last_call=last_call)
+        self._preparing = asyncio.get_running_loop().create_task(work)
         self._preparing.add_done_callback(self._task_done)
 
-    async def _await_save(self, world: World, deadline_s: float) -> None:
-        """Until a rank here has saved; it then waits before its next step, so that no step is lost."""
+    async def _await_save(self, world: World, deadline_s: float, *, last_call: bool) -> None:
+        """Until those here that save have done so, and wait at their next step; then no step is lost.
+
+        ``last_call``: others have saved. What isn't about to be saved here doesn't belong to that checkpoint.
+        """
         until_s = time.monotonic() + deadline_s
-        saves = [self._saves(world, rank) for rank in world.ranks]
-        for rank in world.alive():
-            rank.say({"type": "hold", "hold_s": deadline_s})
+        if not last_call:
+            self._saved_before = [page.checkpoints for page in self._pages(world)]
+            for rank in world.alive():
+                rank.say({"type": "hold", "hold_s": deadline_s})
+        saved_s = None
         while world is self.world and world.alive() and time.monotonic() < until_s:
-            now = [self._saves(world, rank) for rank in world.ranks]
-            if now != saves:
-                self.reports.say({"type": "prepared", "generation": world.generation, "saves": max(now)})
-                return
+            pages = self._pages(world)
+            rows = list(zip(pages, self._saved_before, strict=False))
+            savers = [page for page, before in rows if page.checkpoints > before]
+            busy = any(page.phase is Phase.CHECKPOINT for page in pages)
+            saved_s = (saved_s or time.monotonic()) if savers else None
+            patient = saved_s is None or time.monotonic() < saved_s + _HOLD_PATIENCE_S
+            if not busy and (savers or last_call) and (all(p.held for p in savers) or not patient):
+                break
             await asyncio.sleep(_SAVE_LOOK_S)
-        self.reports.say({"type": "prepared", "generation": world.generation, "saves": 0})
+        saves = sum(page.checkpoints for page in self._pages(world)) if saved_s is not None else 0
+        self.reports.say({"type": "prepared", "generation": world.generation, "saves": saves})
 
     @staticmethod
-    def _saves(world: World, rank: Rank) -> int:
-        page = world.page(rank, rings=False)
-        return page.checkpoints if page is not None else 0
+    def _pages(world: World) -> list[Page]:
+        pages = (world.page(rank, rings=False) for rank in world.ranks)
+        return [page for page in pages if page is not None]
 
     # --- health -------------------------------------------------------------------------------------
 

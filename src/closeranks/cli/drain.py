@@ -50,6 +50,8 @@ def main(args: argparse.Namespace) -> int:
     elif answer.get("ok"):
         spares = answer.get("spares")
         then = f"{spares} spare(s) can take its place" if spares else "there is no spare to take its place"
+        if not answer.get("seated"):
+            then = "it was a spare, and is released at once"
         print(f"node {args.node} drains within {answer.get('deadline_s'):g} s; {then}")
     if not answer.get("ok") and not args.json:
         error = str(answer.get("error", "the job refused"))

@@ -13,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from closeranks.cluster_events import ClusterAction, NodeFailed
+from closeranks.cluster_events import ClusterEvent, NodeFailed, NodeGone, NodeLeft, StoreLost, Tick
 from closeranks.controller.incident_files import write_incident
 from closeranks.controller.inquest import Finding, Inquest
 from closeranks.controller.sessions import Session
 from closeranks.diagnose import codec
 from closeranks.diagnose.outcome import detected_note, node_lost_verdict
-from closeranks.events import Failure, Tell
+from closeranks.events import Failure
 from closeranks.evidence import Evidence, EvidenceLine, Trigger, Verdict
 from closeranks.policy.cluster_state import Link, Stage, World
 
@@ -133,7 +133,7 @@ class Casebook:
 
     # --- what policy decided ------------------------------------------------------------------------
 
-    def ended(self, before: World, after: World, actions: tuple[ClusterAction, ...]) -> None:
+    def ended(self, before: World, after: World, event: ClusterEvent) -> None:
         """A generation is given up. Where no inquest was held, a node or the store was lost, or it was
         meant to be."""
         self._ending_since_s = time.monotonic()
@@ -153,8 +153,7 @@ class Casebook:
                 )
             )
         )
-        told = [action.text for action in actions if isinstance(action, Tell)]
-        why = told[0] if told else "the generation can't go on"
+        why = _why(event, self._owner.job.state.config.lease_length_s)
         heard = [ns for name in lost if (ns := self._owner.sessions.last_heard_ns(name)) is not None]
         ranks = tuple(
             rank
@@ -239,3 +238,18 @@ class Casebook:
         if self._inquest is not None:
             self._inquest.cancel()
         self.show()
+
+
+def _why(event: ClusterEvent, lease_s: float) -> str:
+    """Why policy gave a generation up that nobody had reported as failed."""
+    match event:
+        case NodeGone():
+            return event.reason
+        case NodeLeft():
+            return f"its agent ended: {event.reason}"
+        case StoreLost():
+            return "the store in which the ranks met ended there"
+        case Tick():
+            return f"nothing was heard of it for {lease_s:g} s"
+        case _:
+            return "its ranks ended without a word"

@@ -58,6 +58,7 @@ _TICKS_PER_LEASE = 8
 _GOODBYE_S = 10.0  # for agents to kill their ranks and leave, at the end
 _SMALL = 256  # nodes; below that heartbeats come twice as often as the lease needs
 _INJECT_S = 5.0
+_LAST_CALL_S = 10.0  # to finish a save that has begun elsewhere
 
 
 class ServiceConsole(Protocol):
@@ -92,6 +93,7 @@ class ClusterService:
         self._run_dir = run_dir
         self._finished = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._last_call = -1  # the generation of which a part has been saved for its planned end
         self._asked: dict[str, asyncio.Future[dict[str, Any]]] = {}
         casebook.attach(self)
 
@@ -160,11 +162,15 @@ class ClusterService:
         actions = self.job.handle(event)
         after = self.job.state.world
         if after is not before:
-            self._world_changed(before, after, actions)
+            self._world_changed(before, after, event, actions)
         return actions
 
     def _world_changed(
-        self, before: World | None, after: World | None, actions: tuple[ClusterAction, ...]
+        self,
+        before: World | None,
+        after: World | None,
+        event: ClusterEvent,
+        actions: tuple[ClusterAction, ...],
     ) -> None:
         if after is None:
             return
@@ -180,7 +186,7 @@ class ClusterService:
             self.job.note("generation_started", {}, generation=after.generation)
         if before.stage is Stage.RUNNING and after.stage is not Stage.RUNNING:
             self.board.write()
-            self.casebook.ended(before, after, actions)
+            self.casebook.ended(before, after, event)
         if before.stage is not Stage.ENDED and after.stage is Stage.ENDED:
             self.casebook.down(after)
 
@@ -219,10 +225,13 @@ class ClusterService:
     def _prepare(self, node: str, generation: int, deadline_s: float) -> None:
         """Where nothing was ever seen to be saved, there is nothing to wait for."""
         if self.board.ever_saved:
-            message = {"type": "prepare", "generation": generation, "deadline_s": deadline_s}
-            self.sessions.send(node, message)
+            self._say_prepare(node, generation, deadline_s, last_call=self._last_call == generation)
         else:
             asyncio.get_running_loop().call_soon(self.dispatch, DrainReady(node, generation))
+
+    def _say_prepare(self, node: str, generation: int, deadline_s: float, *, last_call: bool) -> None:
+        message = {"generation": generation, "deadline_s": deadline_s, "last_call": last_call}
+        self.sessions.send(node, {"type": "prepare", **message})
 
     # --- the engine ---------------------------------------------------------------------------------
 
@@ -330,12 +339,16 @@ class ClusterService:
         self.dispatch(NodeFailed(session.node, failure, (session.node,)))
 
     def _prepared(self, session: Session, message: Mapping[str, Any]) -> None:
-        """One save is the save of all: who saved holds the others up at their next step."""
+        """The first that has saved makes it the last call for all: a checkpoint may have many parts."""
         world, generation = self.job.state.world, message["generation"]
         if world is None or world.generation != generation:
             return
-        for node in tuple(world.members) if message["saves"] else (session.node,):
-            self.dispatch(DrainReady(node, generation))
+        if message["saves"] and self._last_call != generation:
+            self._last_call = generation
+            for member in world.members.values():
+                if not member.saved and member.node != session.node:
+                    self._say_prepare(member.node, generation, _LAST_CALL_S, last_call=True)
+        self.dispatch(DrainReady(session.node, generation))
 
     def _event(self, session: Session, message: Mapping[str, Any]) -> None:
         kind = f"node_{message['kind']}" if message["kind"] == "killed" else message["kind"]
@@ -414,15 +427,15 @@ class ClusterService:
         if not isinstance(deadline_s, int | float):
             deadline_s = state.config.drain_deadline_s
         self.dispatch(DrainRequested(name, float(deadline_s), str(request.get("reason") or "asked for")))
-        return {"ok": True, "node": name, "deadline_s": deadline_s, "spares": self._spares_left()}
-
-    def _spares_left(self) -> int:
-        world = self.job.state.world
+        world = state.world
         seated = world.members if world is not None else {}
-        return sum(
+        spares = sum(
             node.link is Link.ATTACHED and node.drain_due_s is None and node.name not in seated
             for node in self.job.state.nodes.values()
         )
+        return {
+            "ok": True, "node": name, "deadline_s": deadline_s, "spares": spares, "seated": name in seated,
+        }  # fmt: skip
 
     async def _inject(self, text: str) -> dict[str, Any]:
         try:

@@ -24,6 +24,8 @@ def step(n: int | None = None) -> None:
     if not STATE.active:
         return
     STATE.script_steps += 1
+    if STATE.hold_until_s is not None and not STATE.optimizer_seen:
+        STATE.wait_held()
     try:
         if number is not None:
             STATE.writer.absolute_step(number)

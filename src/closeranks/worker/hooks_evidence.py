@@ -55,6 +55,11 @@ def _answer(request: dict[str, Any]) -> dict[str, Any] | None:
         return {"type": "flight_recorder", **flight_recorder(path if isinstance(path, str) else None)}
     if kind == "fault":
         return _arm(request)
+    if kind == "hold":
+        hold_s = request.get("hold_s")
+        if isinstance(hold_s, int | float) and STATE.active:
+            STATE.hold(float(hold_s))
+        return None
     if kind == "modules":
         names = sorted(name for name in tuple(sys.modules) if name.partition(".")[0] == "torch")
         return {"type": "modules", "names": names[:_MAX_MODULES]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,6 +23,7 @@ __all__ = ["STATE", "THREAD_NAME", "ControlLine", "HookState", "name_thread"]
 # How the agent knows our threads from the script's: at most 15 bytes, as the kernel keeps it.
 THREAD_NAME = "closeranks-ev"
 _PR_SET_NAME = 15
+_HOLD_LOOK_S = 0.05
 
 
 def name_thread() -> None:
@@ -52,7 +54,8 @@ class HookState:
     """One per process. While ``active`` is false every hook passes straight through."""
 
     __slots__ = (
-        "active", "control", "dcp_saves", "faults", "injector", "main_ident", "main_optimizer",
+        "active", "control", "dcp_saves", "faults", "hold_saves", "hold_until_s", "injector", "main_ident",
+        "main_optimizer",
         "optimizer_phase", "optimizer_seen", "recorder", "script_steps", "start_evidence", "why_off",
         "world_begun", "world_seq", "writer",
     )  # fmt: skip
@@ -79,6 +82,8 @@ class HookState:
         self.optimizer_seen = False
         self.script_steps = 0  # calls of closeranks.step()
         self.dcp_saves = 0  # torch.distributed.checkpoint saves under way: their inner torch.save don't count
+        self.hold_until_s: float | None = None  # a restart is planned: wait for it with the next save done
+        self.hold_saves = 0  # saves completed when that was said
         self.world_begun = False  # the page knows of the default group that is being made
 
     def activate(
@@ -121,6 +126,25 @@ class HookState:
         start, self.start_evidence = self.start_evidence, None
         if start is not None:
             start()
+
+    def hold(self, hold_s: float) -> None:
+        """A restart is planned. Once a checkpoint more has been saved, the next step is not to begin."""
+        self.hold_saves = self.writer.saves
+        self.hold_until_s = time.monotonic() + hold_s
+
+    def wait_held(self) -> None:
+        """At the beginning of a step, where ``hold`` was said: wait to be killed, as what there is is saved.
+
+        At the end of what a checkpoint consists of, such as renaming its file, and not of the save itself.
+        """
+        until_s = self.hold_until_s
+        if until_s is None or self.writer.saves <= self.hold_saves:
+            return
+        self.writer.set_held(True)
+        while time.monotonic() < until_s:
+            time.sleep(_HOLD_LOOK_S)
+        self.writer.set_held(False)
+        self.hold_until_s = None
 
     @staticmethod
     def onwards(previous: int) -> int:

@@ -95,6 +95,8 @@ def before_optimizer_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     if main is None or main() is None:
         STATE.main_optimizer = weakref.ref(optimizer)
         STATE.optimizer_seen = True
+    if STATE.hold_until_s is not None and main is not None and main() is optimizer:
+        STATE.wait_held()
     writer = STATE.writer
     # In that phase already: an optimizer that wraps another.
     if writer.phase != Phase.OPTIMIZER and _ident() == STATE.main_ident:

@@ -239,6 +239,16 @@ class PageWriter:
         self._put(Field.CHECKPOINTS, self._checkpoints)
         self.tick()
 
+    @property
+    def saves(self) -> int:
+        """Checkpoints completed by this rank in its generation."""
+        return self._checkpoints
+
+    def set_held(self, held: bool) -> None:
+        """We wait at the beginning of a step, our checkpoint saved, for a restart that is planned."""
+        self._put(Field.HELD, int(held))
+        self.tick()
+
     # --- collectives --------------------------------------------------------------------------------
 
     def begin_world(self) -> None:
