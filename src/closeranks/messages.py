@@ -65,6 +65,9 @@ MESSAGES: Mapping[str, Mapping[str, str]] = {
     "broke": {"generation": "count", "kind": "name", "reason": "str"},  # without evidence
     "evidence_request": {"generation": "count", "trigger": "str"},
     "evidence": {"generation": "count", "durable": "bool", "evidence": "object", "texts": "object"},
+    # A look at all ranks at once, while something is suspicious. ``samples``: as policy.hang.RankSample.
+    "look": {"generation": "count", "closely": "bool"},
+    "seen": {"generation": "count", "samples": "list[object]", "step_p99_s": "seconds?"},
     # Where ranks meet.
     "store_open": {"generation": "count"},
     "store_opened": {"generation": "count", "address": "name"},

@@ -141,7 +141,7 @@ async def _run(seat: _Seat, guard_pid: int) -> int:
     engine.start(seat.join)
     casebook = Casebook(spec.run_dir, console)
     service = ClusterService(
-        job, engine, job_id=spec.job_id, run_dir=spec.run_dir, console=console, casebook=casebook
+        job, engine, job_id=spec.job_id, console=console, casebook=casebook, hang=config.hang
     )
     if not job.resumed:
         _begin(seat, job, console, engine)

@@ -31,6 +31,7 @@ from closeranks.events import (
 )
 from closeranks.evidence import Trigger
 from closeranks.faults import parse_spec
+from closeranks.plain import to_plain
 from closeranks.progress import Page, Phase
 
 __all__ = ["Attachment", "NodeAgent"]
@@ -182,6 +183,8 @@ class NodeAgent(Supervisor):
                 self._prepare(generation, message["deadline_s"], last_call=last_call)
             case "evidence_request":
                 self._contribute(generation, message["trigger"])
+            case "look":
+                self._spawn(self._look(generation, closely=message["closely"]))
             case "health_check":
                 self._spawn(self._check_health(message["check"]))
             case "inject":
@@ -224,6 +227,15 @@ class NodeAgent(Supervisor):
         if world is None or world.generation != generation or world.failing:
             return  # what is to be said of it is on its way, or there is nothing
         self._spawn(self.incidents_here.contribute(world, trigger))
+
+    async def _look(self, generation: int, *, closely: bool) -> None:
+        samples = await self.watch.look(closely=closely)
+        world = self.world
+        if samples and world is not None and world.generation == generation:
+            plain = [to_plain(sample) for sample in samples]
+            p99_s = self.watch.step_p99_s
+            answer = {"type": "seen", "generation": generation, "samples": plain, "step_p99_s": p99_s}
+            self.link.send(answer)
 
     @property
     def incidents_here(self) -> NodeIncidents:
@@ -330,8 +342,7 @@ class NodeAgent(Supervisor):
     # --- facts --------------------------------------------------------------------------------------
 
     def suspect(self, world: World, trigger: Trigger) -> None:
-        """The node's own ranks have gone quiet: the controller looks at all of them."""
-        self.console.tell("warning", f"suspicious: {trigger.detail}; watching, nothing is killed")
+        """The node's own ranks have gone quiet: the controller, which is told, looks at those of all."""
 
     def first_step(self, world: World, seconds: float) -> None:
         self.link.beat_now()

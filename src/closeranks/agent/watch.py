@@ -219,32 +219,36 @@ class Watch:
             return
         fresh = seen.details
         seen.details = {}
-        samples = []
         letters = hang.wants_state(self._state)
-        for rank, page in zip(seen.world.ranks, pages, strict=True):
-            detail = fresh.get(rank.rank)
-            if detail is not None and (page is None or detail.ticks != page.ticks):
-                detail = None  # it moved since: what was gathered describes the past
-            samples.append(
-                hang.RankSample(
-                    rank=rank.rank,
-                    alive=rank.alive,
-                    exit=rank.exit,
-                    page=page,
-                    process=detail.process if detail else None,
-                    groups=detail.groups if detail else (),
-                    answered=detail.answered if detail else None,
-                    stack_id=detail.stack_id if detail else "",
-                    state=(procfs.state_of(rank.pid) or "") if rank.alive and rank.rank in letters else "",
-                )
-            )
-        self._state, finding = hang.observe(self._state, hang.JobSample(observed_s, tuple(samples)))
+        samples = tuple(
+            _sample(rank, page, fresh.get(rank.rank), letter=rank.rank in letters)
+            for rank, page in zip(seen.world.ranks, pages, strict=True)
+        )
+        self._state, finding = hang.observe(self._state, hang.JobSample(observed_s, samples))
         if finding is not None:
             self._found(seen, finding)
         now = seen.last_look_s
         if asked and seen.gathering is None and now - seen.gathered_s > _DETAIL_EVERY_S:
             seen.gathering = asyncio.get_running_loop().create_task(self._gather(seen, asked))
             seen.gathering.add_done_callback(self._gathered)
+
+    async def look(self, *, closely: bool) -> tuple[hang.RankSample, ...]:
+        """Every rank as it is now, for whoever judges all nodes together; ``closely``: with all details."""
+        seen = self._seen
+        if seen is None:
+            return ()
+        world = seen.world
+        if closely:
+            await self._gather(seen, frozenset(rank.rank for rank in world.ranks))
+        if self._seen is not seen:
+            return ()
+        return tuple(
+            _sample(
+                rank, world.page(rank, rings=closely), seen.details.get(rank.rank) if closely else None,
+                letter=True,
+            )
+            for rank in world.ranks
+        )  # fmt: skip
 
     def _found(self, seen: _Seen, finding: hang.Finding) -> None:
         trigger = finding.trigger
@@ -304,3 +308,19 @@ def _stack_id(text: str) -> str:
     frames = parse_faulthandler(text)
     places = "\n".join(f"{frame.file}:{frame.line}:{frame.function}" for frame in frames)
     return hashlib.blake2b(places.encode("utf-8", "replace"), digest_size=8).hexdigest()
+
+
+def _sample(rank: Rank, page: Page | None, detail: _Detail | None, *, letter: bool) -> hang.RankSample:
+    if detail is not None and (page is None or detail.ticks != page.ticks):
+        detail = None  # it moved since: what was gathered describes the past
+    return hang.RankSample(
+        rank=rank.rank,
+        alive=rank.alive,
+        exit=rank.exit,
+        page=page,
+        process=detail.process if detail else None,
+        groups=detail.groups if detail else (),
+        answered=detail.answered if detail else None,
+        stack_id=detail.stack_id if detail else "",
+        state=(procfs.state_of(rank.pid) or "") if rank.alive and letter else "",
+    )

@@ -91,12 +91,22 @@ class Casebook:
         if inquest is None or inquest.generation != generation:
             if message["type"] != "failed":
                 return
-            inquest = self._open(world, session.node, message)
+            trigger = message["evidence"].get("trigger")
+            kind = trigger.get("kind") if isinstance(trigger, Mapping) else ""
+            inquest = self._open(world, str(kind), reporter=session.node)
         problem = inquest.add(session.node, message, session.offset_ns or 0)
         if problem:
             self._owner.notice(f"evidence of node {session.node} can't be read: {problem}")
 
-    def _open(self, world: World, reporter: str, message: Mapping[str, Any]) -> Inquest:
+    def accuse(self, trigger: Trigger) -> None:
+        """Proved by a look at all nodes together: the generation can't go on."""
+        world = self._owner.job.state.world
+        if world is not None and world.stage is Stage.RUNNING and self._inquest is None:
+            self._open(world, trigger.kind, trigger=trigger)
+
+    def _open(
+        self, world: World, kind: str, *, reporter: str = "", trigger: Trigger | None = None
+    ) -> Inquest:
         members = [member for member in world.members.values() if not member.down]
         inquest = self._inquest = Inquest(
             self.incident_id(world.generation),
@@ -104,10 +114,9 @@ class Casebook:
             sum(member.ranks for member in world.members.values()),
             [member.node for member in members],
             self._conclude,
+            trigger,
         )
-        trigger = message["evidence"].get("trigger")
-        kind = trigger.get("kind") if isinstance(trigger, Mapping) else ""
-        request = {"type": "evidence_request", "generation": world.generation, "trigger": str(kind)}
+        request = {"type": "evidence_request", "generation": world.generation, "trigger": kind}
         for member in members:
             if member.node != reporter and not self._owner.sessions.send(member.node, request):
                 inquest.missing(member.node)

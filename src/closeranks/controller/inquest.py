@@ -18,7 +18,7 @@ from closeranks.diagnose.merge import NodePart, merge
 from closeranks.diagnose.outcome import failure_of, node_lost_verdict
 from closeranks.errors import EvidenceError
 from closeranks.events import Failure, FailureKind
-from closeranks.evidence import Evidence, Verdict
+from closeranks.evidence import Evidence, Trigger, Verdict
 
 __all__ = ["Finding", "Inquest"]
 
@@ -41,7 +41,10 @@ class Finding:
 
 
 class Inquest:
-    """Open from the first report of a generation's failure until ``conclude`` has been called, once."""
+    """Open from the first report of a generation's failure until ``conclude`` has been called, once.
+
+    ``trigger``: nobody has reported anything; it was proved by looking at all nodes together.
+    """
 
     def __init__(
         self,
@@ -50,6 +53,7 @@ class Inquest:
         world_size: int,
         nodes: Iterable[str],
         conclude: Callable[[Finding], None],
+        trigger: Trigger | None = None,
     ) -> None:
         self.generation = generation
         self._incident_id = incident_id
@@ -64,6 +68,9 @@ class Inquest:
         self._began_s = time.monotonic()
         self._timer: asyncio.TimerHandle | None = None
         self._done = False
+        self._trigger = trigger
+        if trigger is not None:
+            self._timer = asyncio.get_running_loop().call_later(_THOROUGH_S, self._finish)
 
     def add(self, node: str, message: Mapping[str, Any], offset_ns: int) -> str:
         """A node's report, or its answer; returns "" or why it can't be read. May conclude."""
@@ -81,6 +88,7 @@ class Inquest:
             self._keep_texts(message["texts"])
             if not self._reporter:
                 self._reporter = node
+            if self._timer is None:
                 limit_s = _QUICK_S if evidence.trigger.kind in _QUICK else _THOROUGH_S
                 self._timer = asyncio.get_running_loop().call_later(limit_s, self._finish)
         self._finish_if_complete()
@@ -112,6 +120,8 @@ class Inquest:
         if self._done:
             return
         self.cancel()
+        if not self._parts:
+            return  # nobody answers: then leases end
         silent = tuple(sorted(self._waiting | self._absent))
         evidence = merge(
             self._parts,
@@ -119,6 +129,8 @@ class Inquest:
             generation=self.generation,
             world_size=self._world_size,
         )
+        if self._trigger is not None:
+            evidence = replace(evidence, trigger=self._trigger)
         verdict = diagnose(evidence)
         failure = failure_of(evidence, verdict, durable_progress=self._durable)
         if silent and not verdict.culprits:

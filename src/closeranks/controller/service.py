@@ -12,7 +12,6 @@ import secrets
 import signal
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Protocol, assert_never
 
 from closeranks.cluster_events import (
@@ -41,8 +40,10 @@ from closeranks.cluster_events import (
     StoreOpened,
     Tick,
 )
+from closeranks.config import HangConfig
 from closeranks.controller.casebook import Casebook
 from closeranks.controller.cluster_job import ClusterJob
+from closeranks.controller.joint_watch import JointWatch
 from closeranks.controller.peer import Peer
 from closeranks.controller.progress_board import ProgressBoard
 from closeranks.controller.sessions import Session, Sessions
@@ -78,9 +79,9 @@ class ClusterService:
         engine: Engine,
         *,
         job_id: str,
-        run_dir: Path,
         console: ServiceConsole,
         casebook: Casebook,
+        hang: HangConfig,
     ) -> None:
         self.job = job
         self.engine = engine
@@ -90,11 +91,11 @@ class ClusterService:
         self.board = ProgressBoard(lambda kind, data, g: job.note(kind, data, generation=g))
         self.finish: Finish | None = None
         self._job_id = job_id
-        self._run_dir = run_dir
         self._finished = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._last_call = -1  # the generation of which a part has been saved for its planned end
         self._asked: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self.joint_watch = JointWatch(self, hang)
         casebook.attach(self)
 
     # --- life ---------------------------------------------------------------------------------------
@@ -120,6 +121,7 @@ class ClusterService:
 
     async def _close(self, finish: Finish) -> None:
         self.casebook.close()
+        self.joint_watch.close()
         for session in self.sessions:
             session.send({"type": "finish", "exit_code": 0, "reason": finish.reason})
         deadline_s = asyncio.get_running_loop().time() + _GOODBYE_S
@@ -355,7 +357,13 @@ class ClusterService:
         data = {**message["data"], "node": session.node}
         if kind == "notice" and isinstance(data.get("text"), str):
             data["text"] = f"{data['text']}"[:2000]
-        self.job.note(kind, data, generation=message.get("generation"))
+        generation = message.get("generation")
+        if kind == "suspected":  # by one node; what it means all of them together show
+            kind = "node_suspected"
+            self.joint_watch.suspected(generation if generation is not None else -1)
+        elif kind == "suspicion_cleared":
+            kind = "node_suspicion_cleared"
+        self.job.note(kind, data, generation=generation)
 
     def _injected(self, _session: Session, message: Mapping[str, Any]) -> None:
         asked = self._asked.pop(message["id"], None)
@@ -497,5 +505,6 @@ _HANDLERS: dict[str, _Handler] = {
     "broke": ClusterService._broke,
     "prepared": ClusterService._prepared,
     "injected": ClusterService._injected,
+    "seen": lambda service, session, message: service.joint_watch.take(session, message),
     "event": ClusterService._event,
 }
