@@ -31,6 +31,7 @@ from closeranks.config import RunConfig
 from closeranks.controller.credentials import AGENT, CONTROLLER, load, mint
 from closeranks.engines import engine_for
 from closeranks.engines.base import Engine, JobSpec, Join
+from closeranks.errors import ConfigError
 from closeranks.events import signal_name
 
 if TYPE_CHECKING:
@@ -38,29 +39,27 @@ if TYPE_CHECKING:
     from closeranks.controller.cluster_job import ClusterJob
     from closeranks.controller.service import ClusterService
 
-__all__ = ["job_spec", "launch_cluster"]
+__all__ = ["Seat", "job_spec", "launch_cluster", "launch_controller", "run_controller"]
 
 _CREDENTIALS = "credentials"
 _MOST_RESTARTS, _RESTART_WINDOW_S = 100, 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Seat:
-    """Where a job's controller sits: the same for each controller that comes after one that was killed."""
+class Seat:
+    """Where a job's controller sits: the same for each controller that comes after one that was killed.
+
+    ``listen``: an address, or the path of a Unix socket. ``credentials``: the controller's, None on a socket.
+    ``private_dir``: of this host, for the control socket.
+    """
 
     config: RunConfig
     spec: JobSpec
     private_dir: Path
-    listen: str  # an address, or the path of a Unix socket
+    listen: str
     port: int
-    credentials: Path | None  # a directory
-
-    @property
-    def join(self) -> Join:
-        if self.credentials is None:
-            return Join(self.listen)
-        host = f"[{self.listen}]" if ":" in self.listen else self.listen
-        return Join(f"{host}:{self.port}", self.credentials / f"{AGENT}.pem")
+    credentials: Path | None
+    join: Join
 
 
 def job_spec(config: RunConfig, run_argv: tuple[str, ...], run_dir: Path) -> JobSpec:
@@ -90,13 +89,18 @@ def launch_cluster(config: RunConfig, run_argv: tuple[str, ...]) -> int:
     address = engine_for(config.engine or "", spec).listen_address()
     private_dir = PrivateDir.make(run_dir.name)
     if address is None:
-        seat = _Seat(config, spec, private_dir.path, str(private_dir.path / "channel"), 0, None)
+        path = str(private_dir.path / "channel")
+        seat = Seat(config, spec, private_dir.path, path, 0, None, Join(path))
     else:
-        mint(run_dir.name, run_dir / _CREDENTIALS)
-        seat = _Seat(config, spec, private_dir.path, address, free_port(), run_dir / _CREDENTIALS)
+        credentials, port = run_dir / _CREDENTIALS, free_port()
+        mint(run_dir.name, credentials)
+        host = f"[{address}]" if ":" in address else address
+        join = Join(f"{host}:{port}", credentials / f"{AGENT}.pem")
+        mine = credentials / f"{CONTROLLER}.pem"
+        seat = Seat(config, spec, private_dir.path, address, port, mine, join)
 
     def controller(guard_pid: int) -> int:
-        return as_supervisor(lambda: _run(seat, guard_pid), "controller")
+        return as_supervisor(lambda: run_controller(seat, guard_pid), "controller")
 
     def clean_up() -> None:
         private_dir.remove()
@@ -107,6 +111,25 @@ def launch_cluster(config: RunConfig, run_argv: tuple[str, ...]) -> int:
     return guard.supervise(
         controller, clean_up, watched, what="controller", may_restart=_restarts(_MOST_RESTARTS)
     )
+
+
+def launch_controller(
+    config: RunConfig, run_argv: tuple[str, ...], *, listen: str, port: int, credentials: Path, run_dir: Path
+) -> int:
+    """A controller that stands alone: whoever started it starts it again. Returns the job's exit code."""
+    fill_standard_streams()
+    try:
+        for part in ("logs", "incidents"):
+            (run_dir / part).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"can't make {error.filename}: {error.strerror}; name another --run-dir") from error
+    private_dir = PrivateDir.make(run_dir.name)
+    spec = job_spec(config, run_argv, run_dir)
+    seat = Seat(config, spec, private_dir.path, listen, port, credentials, Join(f"{listen}:{port}"))
+    try:
+        return as_supervisor(lambda: run_controller(seat, None), "controller")
+    finally:
+        private_dir.remove()
 
 
 def _restarts(most: int) -> Callable[[], bool]:
@@ -122,7 +145,8 @@ def _restarts(most: int) -> Callable[[], bool]:
     return may_restart
 
 
-async def _run(seat: _Seat, guard_pid: int) -> int:
+async def run_controller(seat: Seat, guard_pid: int | None) -> int:
+    """One controller's life; returns the job's exit code. ``guard_pid``: without that process it ends."""
     from closeranks.agent.console import Console
     from closeranks.agent.logs import LogPump
     from closeranks.controller.casebook import Casebook
@@ -145,7 +169,7 @@ async def _run(seat: _Seat, guard_pid: int) -> int:
     )
     if not job.resumed:
         _begin(seat, job, console, engine)
-    credentials = load(seat.credentials / f"{CONTROLLER}.pem") if seat.credentials is not None else None
+    credentials = load(seat.credentials) if seat.credentials is not None else None
     try:
         async with (
             ChannelServer(seat.listen, seat.port, credentials, service.on_peer),
@@ -160,7 +184,7 @@ async def _run(seat: _Seat, guard_pid: int) -> int:
     return finish.exit_code
 
 
-def _begin(seat: _Seat, job: ClusterJob, console: Console, engine: Engine) -> None:
+def _begin(seat: Seat, job: ClusterJob, console: Console, engine: Engine) -> None:
     config, spec = seat.config, seat.spec
     job.note(
         "run_started",
@@ -181,16 +205,17 @@ def _begin(seat: _Seat, job: ClusterJob, console: Console, engine: Engine) -> No
     console.tell("info", f"{spec.job_id} · {nodes} from the {engine.name} engine · {spec.run_dir}")
 
 
-def _watch(service: ClusterService, config: RunConfig, guard_pid: int) -> None:
+def _watch(service: ClusterService, config: RunConfig, guard_pid: int | None) -> None:
     """Signals, and the life of the process that the user started."""
     loop = asyncio.get_running_loop()
-    guard_fd = os.pidfd_open(guard_pid)
+    if guard_pid is not None:
+        guard_fd = os.pidfd_open(guard_pid)
 
-    def guard_died() -> None:
-        loop.remove_reader(guard_fd)
-        service.guard_died()
+        def guard_died() -> None:
+            loop.remove_reader(guard_fd)
+            service.guard_died()
 
-    loop.add_reader(guard_fd, guard_died)
+        loop.add_reader(guard_fd, guard_died)
     watched = guard.watched_signals(config.signals_to_handle)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no KeyboardInterrupt out of nowhere
     for name in config.signals_to_handle:

@@ -224,7 +224,7 @@ class NodeAgent(Supervisor):
 
     def _contribute(self, generation: int, trigger: str) -> None:
         world = self.world
-        if world is None or world.generation != generation or world.failing:
+        if world is None or world.generation != generation or self.incidents_here.is_reported(generation):
             return  # what is to be said of it is on its way, or there is nothing
         self._spawn(self.incidents_here.contribute(world, trigger))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from closeranks.agent.capture import Captured
 from closeranks.agent.incidents import Incidents, now_trigger
 from closeranks.agent.world import World
-from closeranks.evidence import Evidence, RankEvidence
+from closeranks.evidence import Evidence, RankEvidence, Trigger
 from closeranks.plain import to_plain
 
 if TYPE_CHECKING:
@@ -31,6 +31,14 @@ class NodeIncidents(Incidents):
     """Captures as on one machine, and reports."""
 
     _owner: NodeAgent
+    _reported = -1  # the newest generation of which evidence is on its way
+
+    def is_reported(self, generation: int) -> bool:
+        return generation <= self._reported
+
+    async def handle(self, world: World, trigger: Trigger) -> None:
+        self._reported = world.generation
+        await super().handle(world, trigger)
 
     def _id_of(self, world: World) -> str:
         return cluster_incident_id(world.generation)
@@ -39,7 +47,8 @@ class NodeIncidents(Incidents):
         self._report("failed", world, captured)
 
     async def contribute(self, world: World, trigger: str) -> None:
-        """What this node knows about a generation that failed somewhere else."""
+        """What this node knows about a generation that failed elsewhere; its ranks may have ended well."""
+        self._reported = world.generation
         world.failing = True
         try:
             captured = await self._capture(world, now_trigger(trigger, (), ""), self._id_of(world))

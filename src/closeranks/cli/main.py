@@ -21,6 +21,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "report": ("closeranks.cli.report", "what happened in a run: incidents, causes, time lost"),
     "inject": ("closeranks.cli.inject", "make a fault happen in a live run"),
     "drain": ("closeranks.cli.drain", "take a node out of a running job without losing work"),
+    "controller": ("closeranks.cli.controller", "be a job's controller by itself; engines call this"),
     "agent": ("closeranks.cli.agent", "make this host a node of a job; engines call this"),
     "config": ("closeranks.cli.config_show", "config show: every setting, and where it comes from"),
 }
@@ -89,7 +90,7 @@ def _parsed_main(verb: str, module: ModuleType, argv: list[str]) -> int:
 
 
 def _help_page() -> str:
-    rows = "\n".join(f"  {verb:<10}{text}" for verb, (_, text) in VERBS.items())
+    rows = "\n".join(f"  {verb:<12}{text}" for verb, (_, text) in VERBS.items())
     return (
         "usage: closeranks VERB [arguments]\n\n"
         "A rank falls, the others close ranks, and the run goes on.\n\n"
