@@ -87,6 +87,9 @@ class Field(IntEnum):
     SHORT_STEP = 184
     USER_PHASE = 192  # 32 bytes, UTF-8, zero-padded: closeranks.phase("...")
     HELD = 224  # 1 while the rank waits, its checkpoint saved, for the restart that it was told of
+    # Until when this node may act for the job, on CLOCK_BOOTTIME (ns), written by the agent; 0: there is no
+    # lease, as the job is on this machine alone.
+    LEASE_END_NS = 232
 
 
 HEADER_BYTES = 256

@@ -70,6 +70,7 @@ class NodeAgent(Supervisor):
         self._stores: dict[int, StoreProcess] = {}
         self._preparing: asyncio.Task[None] | None = None
         self._saved_before: list[int] = []
+        self._lease_end_s = 0.0
         self._leaving = False
         super().__init__(controller=self.reports, **kwargs)
 
@@ -151,6 +152,11 @@ class NodeAgent(Supervisor):
         while not self.slots.ready:
             await asyncio.sleep(_READY_LOOK_S)
         self.link.send({"type": "ready"})
+
+    def lease_held(self, end_s: float) -> None:
+        self._lease_end_s = end_s
+        if self.world is not None:
+            self.world.set_lease(int(end_s * 1e9))
 
     def lease_over(self, why: str) -> None:
         self._dead_up_to = self._newest
@@ -343,6 +349,9 @@ class NodeAgent(Supervisor):
 
     def suspect(self, world: World, trigger: Trigger) -> None:
         """The node's own ranks have gone quiet: the controller, which is told, looks at those of all."""
+
+    def prepare_world(self, world: World) -> None:
+        world.set_lease(int(self._lease_end_s * 1e9))
 
     def first_step(self, world: World, seconds: float) -> None:
         self.link.beat_now()

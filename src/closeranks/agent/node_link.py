@@ -23,7 +23,7 @@ from closeranks.controller.credentials import Credentials
 from closeranks.controller.peer import Peer
 from closeranks.linux import boot_id
 
-__all__ = ["LinkOwner", "NodeIdentity", "NodeLink", "split_endpoint"]
+__all__ = ["LinkOwner", "NodeIdentity", "NodeLink", "boottime_s", "split_endpoint"]
 
 _CONNECT_TIMEOUT_S = 2.0
 _RETRY_FIRST_S, _RETRY_MAX_S = 0.05, 1.0
@@ -59,6 +59,9 @@ class LinkOwner(Protocol):
     def obey(self, message: Mapping[str, Any]) -> None:
         """An order."""
 
+    def lease_held(self, end_s: float) -> None:
+        """We may act for the job until then, on our clock; said again and again, as it moves."""
+
     def lease_over(self, why: str) -> None:
         """Nothing of this job may run here from now on, until there is a new order."""
 
@@ -76,6 +79,11 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+def boottime_s() -> float:
+    """CLOCK_BOOTTIME: unlike CLOCK_MONOTONIC it goes on while the machine is suspended, as leases do."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class NodeLink:
     """Attached, or trying to be, from ``run`` to ``close``. ``refusals_count``: the controller's own host is
     reached directly, with no proxy that would refuse for it."""
@@ -89,7 +97,7 @@ class NodeLink:
         *,
         uniform: Callable[[], float],
         refusals_count: bool = True,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = boottime_s,
     ) -> None:
         self.address = identity.address
         self._where = split_endpoint(endpoint)
@@ -234,6 +242,8 @@ class NodeLink:
         while True:
             if self.holds_lease:
                 lapsed = False
+                alone_s = self._clock() + self._lease_s / 2 if self._in_grace() else 0.0
+                self._owner.lease_held(max(self._lease_end_s, alone_s))
             elif not lapsed:
                 lapsed = True
                 self._owner.lease_over("the controller has not answered for as long as the lease lasts")

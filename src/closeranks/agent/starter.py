@@ -48,6 +48,7 @@ class Starter:
             return None
         self.discard_world()
         owner.world = world
+        owner.prepare_world(world)
         port = owner.config.master_port or env.free_port()
         (self._store_dir / f"g{generation}").mkdir(parents=True, exist_ok=True)
         for rank in world.ranks:

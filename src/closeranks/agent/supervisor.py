@@ -204,6 +204,9 @@ class Supervisor:
     def cannot_start(self, generation: int, error: Exception) -> None:
         self._finish_with(Finish(RunExit.CANNOT_START, f"can't start the ranks: {error}"))
 
+    def prepare_world(self, world: World) -> None:
+        """Its ranks are about to be told to go."""
+
     def is_unwanted(self, generation: int) -> bool:
         """Whether this generation is not to start any more."""
         return self.stop_signal is not None or self.finish is not None

@@ -9,6 +9,7 @@ import mmap
 import os
 import signal
 import socket
+import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from closeranks.agent.spares import Spare
 from closeranks.errors import ProtocolError
 from closeranks.events import ExitStatus
 from closeranks.evidence import ErrorRecord
-from closeranks.progress import PAGE_BYTES, Page, read_page
+from closeranks.progress import PAGE_BYTES, Field, Page, read_page
 
 __all__ = ["Placement", "Rank", "World", "WorldListener"]
 
@@ -83,6 +84,8 @@ class Rank:
 class World:
     """The ranks of one generation, from ``go`` to the last exit."""
 
+    _end_ns = struct.Struct("<Q")
+
     def __init__(
         self, generation: int, spares: Sequence[Spare], listener: WorldListener, placement: Placement
     ) -> None:
@@ -134,6 +137,11 @@ class World:
         """The rank of that number, if it is on this node."""
         at = number - self.placement.first_rank
         return self.ranks[at] if 0 <= at < len(self.ranks) else None
+
+    def set_lease(self, end_ns: int) -> None:
+        """Until when ranks here may leave anything lasting behind; see Field.LEASE_END_NS."""
+        for rank in self.ranks:
+            self._end_ns.pack_into(self._pages, rank.local_rank * PAGE_BYTES + Field.LEASE_END_NS, end_ns)
 
     def alive(self) -> list[Rank]:
         return [rank for rank in self.ranks if rank.alive]

@@ -1,4 +1,4 @@
-"""``closeranks controller``: a job's controller by itself, where an engine places it apart from the agents."""
+"""``closeranks controller``: a job's controller by itself, where an engine places it apart from agents."""
 
 from __future__ import annotations
 

@@ -146,6 +146,13 @@ class HookState:
         self.writer.set_held(False)
         self.hold_until_s = None
 
+    def wait_for_lease(self) -> None:
+        """Before anything lasting is written: a rank that was frozen, with its host, say, may wake up when
+        others have gone on without it. It must not write over what they saved, and is about to be killed.
+        """
+        while self.active and self.writer.lease_is_over():
+            time.sleep(_HOLD_LOOK_S)
+
     @staticmethod
     def onwards(previous: int) -> int:
         """The phase to go back to, after what only a training does: it isn't starting any more."""

@@ -196,6 +196,7 @@ def _wrap_save(original: Function) -> Function:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if _compiling() or not STATE.active:
             return original(*args, **kwargs)
+        STATE.wait_for_lease()
         part = _is_part()
         previous = _enter(Phase.CHECKPOINT)
         try:
@@ -214,6 +215,7 @@ def _wrap_dcp_save(original: Function) -> Function:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not STATE.active or _is_part():
             return original(*args, **kwargs)
+        STATE.wait_for_lease()
         step = STATE.writer.step
         previous = _enter(Phase.CHECKPOINT)
         STATE.dcp_saves += 1

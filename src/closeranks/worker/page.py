@@ -14,6 +14,7 @@ import os
 import struct
 import sys
 import threading
+from time import CLOCK_BOOTTIME, clock_gettime_ns
 from time import monotonic_ns as _now
 
 from closeranks.progress import (
@@ -243,6 +244,11 @@ class PageWriter:
     def saves(self) -> int:
         """Checkpoints completed by this rank in its generation."""
         return self._checkpoints
+
+    def lease_is_over(self) -> bool:
+        """Whether others may have taken this node's place in the job by now."""
+        end_ns: int = self._own[Field.LEASE_END_NS // 8]
+        return bool(0 < end_ns < clock_gettime_ns(CLOCK_BOOTTIME))
 
     def set_held(self, held: bool) -> None:
         """We wait at the beginning of a step, our checkpoint saved, for a restart that is planned."""
