@@ -79,7 +79,8 @@ def accept(state: ClusterState, event: NodeAttached, now_s: float) -> ClusterSta
     if node.standing is Standing.CHECKING:  # the order may be lost: ask again
         node = replace(node, standing=Standing.EXCLUDED, standing_until_s=now_s)
     if node.session == event.session:
-        lease_end_s = max(lease_end_s, node.lease_end_s)
+        if node.link is not Link.AWAITED:  # the grace after a restart is over for whoever is back
+            lease_end_s = max(lease_end_s, node.lease_end_s)
         return with_node(state, replace(node, link=Link.ATTACHED, lease_end_s=lease_end_s))
     node = replace(
         node,
