@@ -31,6 +31,7 @@ __all__ = [
     "OpenStore",
     "PrepareDrain",
     "ReleaseNode",
+    "RequestDenied",
     "RequestNode",
     "StartNode",
     "StopNode",
@@ -178,6 +179,13 @@ class NodeGone:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestDenied:
+    """The engine has ``count`` nodes less to give than it was asked for."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed, and every message that had arrived by now was handed in before. Leases end here."""
 
@@ -199,6 +207,7 @@ ClusterEvent = (
     | EngineDrains
     | DrainReady
     | NodeGone
+    | RequestDenied
     | Progress
     | StopRequested
     | Tick

@@ -74,6 +74,7 @@ class ClusterConfig:
     join_timeout_s: float = 600.0  # for the nodes of a world; as torchrun's
     last_call_s: float = 30.0  # for max_nodes, before the first world starts with fewer
     reattach_grace_s: float = 30.0  # after a controller's restart, for members to attach again
+    request_again_s: float = 60.0  # after an engine had no node to give
     # What an agent does by itself, without ranks: open a store, kill, check. One that doesn't is broken.
     order_timeout_s: float = 60.0
     stop_timeout_s: float = 120.0  # longer than ranks may take to end by themselves, --shutdown-timeout

@@ -15,6 +15,7 @@ from closeranks.cluster_events import (
     OpenStore,
     PrepareDrain,
     ReleaseNode,
+    RequestDenied,
     RequestNode,
     StartNode,
 )
@@ -156,10 +157,11 @@ def test_a_drain_without_a_spare_asks_for_one_and_begins_when_it_is_there():
 
 def test_a_drain_without_a_spare_saves_before_its_deadline_and_goes_on_with_fewer():
     lab = running("ab", drain_prepare_s=60.0)
-    lab.feed(DrainRequested("b", 300.0, "maintenance"))
-    assert lab.wait(239.5) == []
-    assert lab.wait(0.5) == [PrepareDrain("a", 0, 60.0), PrepareDrain("b", 0, 60.0)]
+    lab.feed(DrainRequested("b", 300.0, "maintenance"), RequestDenied(1))
+    assert only(lab.wait(239.5), PrepareDrain) == []
+    assert only(lab.wait(0.5), PrepareDrain) == [PrepareDrain("a", 0, 60.0), PrepareDrain("b", 0, 60.0)]
     assert saved(lab, "ab") == kills(0, "ab")
+    lab.feed(RequestDenied(1))
     assert lab.down("a", "b") == [OpenStore("a", 1), ReleaseNode("b", "maintenance")]
     assert [start.node for start in lab.start()] == ["a"]
     assert lab.state.job.budget == Budget()
@@ -167,7 +169,7 @@ def test_a_drain_without_a_spare_saves_before_its_deadline_and_goes_on_with_fewe
 
 def test_a_drain_below_the_least_number_of_nodes_ends_the_job_as_drained():
     lab = running("ab", min_nodes=2)
-    lab.feed(DrainRequested("b", 30.0, "maintenance"))
+    lab.feed(DrainRequested("b", 30.0, "maintenance"), RequestDenied(1))
     assert only(lab.wait(30.0), KillNode) == kills(0, "ab")
     end = lab.finish(lab.down("a", "b"))
     assert end.exit_code == RunExit.DRAINED
@@ -177,8 +179,34 @@ def test_a_drain_below_the_least_number_of_nodes_ends_the_job_as_drained():
 def test_all_nodes_drained_end_the_job_as_drained():
     lab = running("ab")
     lab.feed(DrainRequested("a", 30.0, "maintenance"), DrainRequested("b", 30.0, "maintenance"))
+    lab.feed(RequestDenied(2))
     lab.wait(30.0)
     assert lab.finish(lab.down("a", "b")).exit_code == RunExit.DRAINED
+
+
+def test_a_drained_job_waits_for_a_node_that_the_engine_is_bringing():
+    lab = running("ab", min_nodes=2)
+    assert only(lab.feed(DrainRequested("b", 30.0, "maintenance")), RequestNode)
+    lab.wait(30.0)
+    lab.down("a", "b")
+    assert not lab.state.finished
+    assert lab.attach("c", ready=True) == [OpenStore("a", 1)]
+    assert [start.node for start in lab.start()] == ["a", "c"]
+
+
+def test_a_short_drain_leaves_half_of_its_time_to_a_spare_that_may_come():
+    lab = running("ab", drain_prepare_s=60.0)
+    lab.feed(DrainRequested("b", 20.0, "maintenance"), RequestDenied(1))
+    assert only(lab.wait(9.5), PrepareDrain) == []
+    assert only(lab.wait(0.5), PrepareDrain) == [PrepareDrain("a", 0, 10.0), PrepareDrain("b", 0, 10.0)]
+
+
+def test_an_engine_that_has_no_node_is_asked_again_later_and_not_at_once():
+    lab = running("ab", request_again_s=60.0)
+    assert only(lab.feed(DrainRequested("b", 3000.0, "maintenance")), RequestNode)
+    lab.feed(RequestDenied(1))
+    assert only(lab.wait(59.0), RequestNode) == []
+    assert len(only(lab.wait(2.0), RequestNode)) == 1
 
 
 def test_a_failure_before_the_deadline_keeps_the_node_that_drains_until_then():

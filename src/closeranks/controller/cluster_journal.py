@@ -33,7 +33,7 @@ def _parts(state: ClusterState) -> dict[str, Any]:
         "job": durable_job(state.job),
         "world": None if world is None else replace(world, members={}),
         "forming": None if forming is None else replace(forming, members={}),
-        "rest": (state.finished, state.requested, state.requested_at_s),
+        "rest": (state.finished, state.requested, state.requested_at_s, state.denied_until_s),
     }
     parts.update((_NODE + name, node) for name, node in state.nodes.items())
     parts.update((_MEMBER + name, member) for name, member in (world.members if world else {}).items())
@@ -115,7 +115,7 @@ def _whole(parts: Mapping[str, Any], fresh: ClusterState) -> ClusterState:
 
     world = from_plain(World | None, parts.get("world"), "world")
     forming = from_plain(Forming | None, parts.get("forming"), "forming")
-    rest = from_plain(tuple[bool, int, float], parts.get("rest"), "rest")
+    rest = from_plain(tuple[bool, int, float, float], parts.get("rest"), "rest")
     job = from_plain(JobState, parts.get("job"), "job")
     return replace(
         fresh,
@@ -126,4 +126,5 @@ def _whole(parts: Mapping[str, Any], fresh: ClusterState) -> ClusterState:
         finished=rest[0],
         requested=rest[1],
         requested_at_s=rest[2],
+        denied_until_s=rest[3],
     )

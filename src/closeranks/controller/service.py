@@ -33,6 +33,7 @@ from closeranks.cluster_events import (
     OpenStore,
     PrepareDrain,
     ReleaseNode,
+    RequestDenied,
     RequestNode,
     StartNode,
     StopNode,
@@ -241,6 +242,7 @@ class ClusterService:
         placed = await self.engine.place(count, reason)
         if placed < count:
             self.job.note("notice", {"level": "info", "text": f"{placed} of {count} nodes can be had"})
+            self.dispatch(RequestDenied(count - placed))
 
     async def _follow_engine(self) -> None:
         async for fact in self.engine.facts():

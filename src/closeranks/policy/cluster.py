@@ -41,6 +41,7 @@ from closeranks.cluster_events import (
     NodeSucceeded,
     OpenStore,
     PrepareDrain,
+    RequestDenied,
     StoreLost,
     StoreOpened,
     Tick,
@@ -145,6 +146,10 @@ def _take(state: ClusterState, event: ClusterEvent, now_s: float) -> Decision:
             return _on_member(state, event, now_s)
         case StoreOpened() | StoreLost():
             return _on_store(state, event, now_s)
+        case RequestDenied(count):
+            denied_until_s = now_s + state.config.request_again_s
+            left = max(0, state.requested - max(0, count))
+            return replace(state, requested=left, denied_until_s=denied_until_s), ()
         case DrainRequested():
             return on_drain(state, event, now_s)
         case EngineDrains(node, reason):

@@ -66,13 +66,15 @@ def _size(state: ClusterState, forming: Forming, pool: Pool, now_s: float) -> in
     enough = pool.count >= config.min_nodes
     if world is None and enough and now_s >= forming.since_s + config.last_call_s:
         return pool.count
-    if now_s >= forming.since_s + config.join_timeout_s or _is_drained(state, now_s):
+    # Until its deadline a drain has waited for others; those that are on their way may still come.
+    is_over = _is_drained(state, now_s) and state.requested == 0
+    if now_s >= forming.since_s + config.join_timeout_s or is_over:
         return pool.count if enough else 0
     return None
 
 
 def _is_drained(state: ClusterState, now_s: float) -> bool:
-    """Whether a drain of the last world has come to its deadline: that was the time to wait for others."""
+    """Whether a drain of the last world has come to its deadline."""
     if state.world is None:
         return False
     nodes = [state.nodes.get(name) for name in state.world.members]

@@ -91,6 +91,7 @@ def accept(state: ClusterState, event: NodeAttached, now_s: float) -> ClusterSta
         link=Link.ATTACHED,
         ready=False,
         drain_due_s=None,
+        drain_begin_s=None,
         busy=None,
     )
     return with_node(state, node)

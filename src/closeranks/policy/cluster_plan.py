@@ -42,7 +42,8 @@ def on_drain(state: ClusterState, event: DrainRequested, now_s: float) -> Decisi
     if due_s == node.drain_due_s:
         return state, ()
     reason = one_line(event.reason)
-    state = with_node(state, replace(node, drain_due_s=due_s, drain_reason=reason))
+    begin_s = due_s - min(state.config.drain_prepare_s, within_s / 2)
+    state = with_node(state, replace(node, drain_due_s=due_s, drain_begin_s=begin_s, drain_reason=reason))
     return state, (Tell("info", f"node {one_line(node.name)} drains within {within_s:g} s: {reason}"),)
 
 
@@ -72,7 +73,8 @@ def plan(state: ClusterState, now_s: float) -> Decision:
 
 def _drain(state: ClusterState, draining: list[Node], now_s: float) -> Planned | None:
     due_s = _first_due_s(draining)
-    if not spares_of(state, now_s) and now_s < due_s - state.config.drain_prepare_s:
+    begin_s = min((node.drain_begin_s for node in draining if node.drain_begin_s is not None), default=due_s)
+    if not spares_of(state, now_s) and now_s < begin_s:
         return None
     names = ", ".join(sorted(one_line(node.name) for node in draining)[:4])
     return Planned(due_s, f"drain of {names}")
@@ -96,7 +98,7 @@ def _carry_out(
         return state, ()
     for node in draining:
         # What has saved for its deadline goes now, and not once more in a minute.
-        if node.drain_due_s is not None and node.drain_due_s <= now_s + state.config.drain_prepare_s:
+        if node.drain_due_s is not None and (node.drain_begin_s or 0.0) <= now_s:
             state = with_node(state, replace(node, drain_due_s=min(node.drain_due_s, now_s)))
     return ask_job(state, RestartPlanned(world.generation, planned.reason), now_s)
 

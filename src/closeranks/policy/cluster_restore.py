@@ -44,6 +44,7 @@ def restore(state: ClusterState, now_s: float, shift_s: float = 0.0) -> ClusterS
         forming=None if state.forming is None else _restore_forming(state.forming, awaited_until_s, shift_s),
         ticked_at_s=None,
         requested_at_s=state.requested_at_s + shift_s,
+        denied_until_s=state.denied_until_s + shift_s,
     )
 
 
@@ -58,6 +59,7 @@ def _restore_node(node: Node, awaited_until_s: float, shift_s: float) -> Node:
         excluded_at_s=node.excluded_at_s + shift_s,
         blamed_at_s=_shifted(node.blamed_at_s, shift_s),
         drain_due_s=_shifted(node.drain_due_s, shift_s),
+        drain_begin_s=_shifted(node.drain_begin_s, shift_s),
     )
 
 

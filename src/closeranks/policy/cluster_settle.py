@@ -158,7 +158,7 @@ def _request(state: ClusterState, now_s: float) -> Decision:
     is_overdue = state.requested > 0 and now_s >= state.requested_at_s + config.join_timeout_s
     asked = 0 if is_overdue else state.requested
     missing = max(0, want - have)
-    if missing <= asked:
+    if missing <= asked or now_s < state.denied_until_s:
         return replace(state, requested=asked), ()
     state = replace(state, requested=missing, requested_at_s=now_s)
     return state, (RequestNode(missing - asked, f"{have} of {want} nodes can be used"),)

@@ -63,7 +63,8 @@ class Node:
     """One host, and the newest agent on it.
 
     ``standing_until_s``: when an exclusion ends, or an answer to a health check is overdue. ``busy``: a
-    generation that isn't the current one and must end there before the node is of use.
+    generation that isn't the current one and must end there before the node is of use. ``drain_begin_s``:
+    when its ranks are asked to save, should no spare come before.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Node:
     blamed_at_s: float | None = None
     checks: int = 0
     drain_due_s: float | None = None
+    drain_begin_s: float | None = None
     drain_reason: str = ""
     busy: int | None = None
 
@@ -175,6 +177,7 @@ class ClusterState:
     ticked_at_s: float | None = None
     requested: int = 0
     requested_at_s: float = 0.0
+    denied_until_s: float = 0.0  # the engine had none to give: it isn't asked again before
 
 
 Decision = tuple[ClusterState, tuple[ClusterAction, ...]]
@@ -214,7 +217,14 @@ def check_cluster_config(config: ClusterConfig) -> None:
     if not 0 <= config.spares <= MAX_NODES - config.max_nodes:
         raise ConfigError(f"{config.spares} spares; give 0 or more, up to {MAX_NODES} nodes in all")
     _check_counts(config)
-    above_0 = ("lease_s", "join_timeout_s", "order_timeout_s", "stop_timeout_s", "exclusion_s")
+    above_0 = (
+        "lease_s",
+        "join_timeout_s",
+        "order_timeout_s",
+        "stop_timeout_s",
+        "exclusion_s",
+        "request_again_s",
+    )
     at_least_0 = (
         "fence_margin_s", "last_call_s", "reattach_grace_s", "exclusion_max_s", "forgive_s", "blame_window_s",
         "grow_cooldown_s", "drain_deadline_s", "drain_prepare_s", "leave_deadline_s",
