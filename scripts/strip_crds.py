@@ -1,6 +1,7 @@
-"""Make the schemas in tests/engines/schemas from published CustomResourceDefinitions: structure only, no texts.
+"""Make the schemas in tests/engines/schemas from published CustomResourceDefinitions: structure only, no
+texts.
 
-    python scripts/strip_crds.py jobset.x-k8s.io_jobsets.yaml trainer.kubeflow.org_trainjobs.yaml ...
+python scripts/strip_crds.py jobset.x-k8s.io_jobsets.yaml trainer.kubeflow.org_trainjobs.yaml ...
 """
 # ruff: noqa: T201
 

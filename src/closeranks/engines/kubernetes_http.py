@@ -24,7 +24,6 @@ _MAX_TOKEN_BYTES = 64 << 10
 _MAX_HEAD_BYTES = 32 << 10
 _MAX_CHUNK_BYTES = 64 << 10  # how much is taken at once, however long a chunk is
 _CONNECT_TIMEOUT_S = 10.0
-_CLOSE_TIMEOUT_S = 1.0
 _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(;[^\r\n]*)?\r\n")
 _STATUS = re.compile(rb"HTTP/1\.[01] ([1-5][0-9][0-9])( [^\r\n]*)?\r\n")
 
@@ -177,13 +176,10 @@ def _notice_silence(writer: asyncio.StreamWriter) -> None:
 
 
 async def _close(writer: asyncio.StreamWriter) -> None:
-    """Politely, but not for long: a server that says no goodbye holds up nobody."""
-    writer.close()
-    try:
-        async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-            await writer.wait_closed()
-    except (OSError, TimeoutError):  # it is closed by now, or dropped
-        writer.transport.abort()
+    """At once: a goodbye would wait for the server's, which may be the one that has gone quiet."""
+    writer.transport.abort()
+    with contextlib.suppress(OSError):  # however it ended
+        await writer.wait_closed()
 
 
 def _head(access: Access, method: str, target: str, length: int, content_type: str) -> bytes:

@@ -62,7 +62,7 @@ def object_name(job_id: str) -> str:
     plain = re.sub(r"[^a-z0-9]+", "-", job_id.lower()).strip("-")
     if plain == job_id and len(plain) <= _MAX_NAME_CHARS and not plain[0].isdigit():
         return plain
-    digest = hashlib.sha256(job_id.encode()).hexdigest()[:8]
+    digest = hashlib.sha256(job_id.encode(errors="surrogatepass")).hexdigest()[:8]
     start = plain if plain[:1].isalpha() else f"job-{plain}"
     return f"{start[: _MAX_NAME_CHARS - 9].strip('-')}-{digest}"
 
@@ -71,6 +71,9 @@ def manifests(spec: JobSpec, options: KubernetesOptions, bundles: Bundles | None
     """The whole job as text. Without ``bundles`` the secrets are left out, and how to make them is told."""
     if not 1 <= spec.max_nodes <= spec.all_nodes <= _MAX_NODES:
         raise ConfigError(f"{spec.all_nodes} nodes, spares included: 1 to {_MAX_NODES:,} can be rendered")
+    for word in (spec.job_id, *spec.run_argv, *options.env.values(), *options.annotation.values()):
+        if not _is_text(word):
+            raise ConfigError(f"an argument can't be handed to Kubernetes: it isn't text: {word[:80]!r}")
     name = object_name(spec.job_id)
     spec = replace(spec, run_dir=Path(_run_dir(spec, options, name)))
     account = options.service_account or f"{name}-{CONTROLLER}"
@@ -85,6 +88,15 @@ def manifests(spec: JobSpec, options: KubernetesOptions, bundles: Bundles | None
     comment, first = found[0]
     found[0] = f"closeranks job {spec.job_id}\n{comment}", first
     return to_yaml(found)
+
+
+def _is_text(word: str) -> bool:
+    """Not so where bytes of a command line were none of UTF-8."""
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _run_dir(spec: JobSpec, options: KubernetesOptions, name: str) -> str:
