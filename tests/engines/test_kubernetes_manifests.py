@@ -328,9 +328,9 @@ def test_secrets_are_in_no_text_but_the_one_that_is_submitted() -> None:
 
 HOSTILE = [
     "a: b", "- x", "# no comment", "x\n---\nkind: Pod", "'", '"', "\\", "{}", "[1]", "&a", "*a", "%",
-    "!!python/name:os", "yes", "No", "y", "null", "~", "1e5", "0o17",
-    "0x1F", "1_000", "12:30:45", ".5", "1.", "-", "--",
-    "=", "<<", "on",    "\u2028kind: x", "\u0085x: y", "\x07", "é", "😀", "\ufeff", " lead", "trail ",
+    "!!python/name:os", "yes", "No", "y", "null", "~", "1e5", "0o17", "0x1F", "1_000", "12:30:45", ".5", "1.",
+    "-", "--",
+    "=", "<<", "on", "\u2028kind: x", "\u0085x: y", "\x07", "é", "😀", "\ufeff", " lead", "trail ",
     "\t", "", "$(NODE)", "$$", "a" * 3000,
 ]  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,12 @@ IMAGE = {"image": "registry.example/train:1"}
 
 def test_every_option_has_its_field_and_every_field_its_option() -> None:
     assert sorted((*_SINGLE, *_KEYED)) == sorted(field.name for field in fields(KubernetesOptions))
+
+
+def test_every_option_is_documented() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "kubernetes.md").read_text()
+    names = [*_SINGLE, *(f"{group}.{'NAME' if group == 'env' else 'KEY'}" for group in _KEYED)]
+    assert not [name for name in names if f"`{name}`" not in page]
 
 
 def test_what_is_given_arrives() -> None:

@@ -54,7 +54,9 @@ class Access:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             context.minimum_version = ssl.TLSVersion.TLSv1_2
             try:
-                context.load_verify_locations(cadata=pem)
+                context.load_verify_locations(
+                    cadata=pem.encode("ascii", "ignore").decode()
+                )  # names may not be
             except (ssl.SSLError, ValueError) as error:
                 raise EngineError(f"{self.ca_file} holds no certificates: {error}") from error
             self._context, self._ca_pem = context, pem
@@ -86,7 +88,7 @@ def _read(path: Path) -> str:
             data = file.read(_MAX_TOKEN_BYTES * 16 + 1)
         if len(data) > _MAX_TOKEN_BYTES * 16:
             raise EngineError(f"{path} is too long to be what Kubernetes puts there")
-        return data.decode("ascii")
+        return data.decode()
     except OSError as error:
         raise EngineError(f"can't read {path}: {error.strerror or error}") from error
     except UnicodeDecodeError:

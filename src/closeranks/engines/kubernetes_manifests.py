@@ -204,9 +204,10 @@ def _replicated(name: str, job: Manifest) -> Manifest:
 
 
 def _for_ever(count: int) -> Manifest:
-    """So many agents at any time. Failures are counted pod by pod, so that the wait before a replacement,
-    which doubles with each failure, is about that one place; a pod that is on its way out is replaced at
-    once."""
+    """So many agents at any time. Failures are counted place by place, and so is Kubernetes' wait before a
+    replacement, which doubles with each of them. A pod on its way out isn't waited for: its host may be
+    dead, and then it stays on its way. Only a pod that ends with 0 leaves its place empty, as Jobs have it:
+    agents do so when the job is over, and at no other time."""
     return {
         "completionMode": "Indexed", "completions": count, "parallelism": count,
         "backoffLimitPerIndex": _MAX_INT32, "podReplacementPolicy": "TerminatingOrFailed",
