@@ -42,7 +42,7 @@ class Rig:
         self.told: list[str] = []
 
     def engine(self, **options: str) -> KubernetesEngine:
-        spec = replace(SPEC, options={**SPEC.options, **options})
+        spec = replace(SPEC, options={**SPEC.options, "namespace": "research", **options})
         made = KubernetesEngine(spec, env=self.env, service_account=self.directory, tell=self.told.append)
         made.start(JOIN)
         return made

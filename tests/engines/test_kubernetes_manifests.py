@@ -294,9 +294,13 @@ def test_nobody_gets_a_permission_that_wasnt_asked_for() -> None:
     assert roles["Role"]["rules"] == [
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch", "delete"]}
     ]
-    watching = by_kind(rendered(SPEC, {**SMALL, "watch_nodes": "true"}))["ClusterRole"]["rules"]
+    watching = by_kind(rendered(SPEC, {**SMALL, "namespace": "research", "watch_nodes": "true"}))[
+        "ClusterRole"
+    ]["rules"]
     assert watching == [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list", "watch"]}]
-    cordoning = by_kind(rendered(SPEC, {**SMALL, "cordon": "true"}))["ClusterRole"]["rules"]
+    cordoning = by_kind(rendered(SPEC, {**SMALL, "namespace": "research", "cordon": "true"}))["ClusterRole"][
+        "rules"
+    ]
     assert cordoning[0]["verbs"] == ["get", "list", "watch", "patch"]
     of_another = by_kind(rendered(SPEC, {**SMALL, "service_account": "trainer"}))
     assert set(of_another) == {"JobSet"}

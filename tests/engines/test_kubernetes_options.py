@@ -26,7 +26,8 @@ def test_every_option_is_documented() -> None:
 def test_what_is_given_arrives() -> None:
     found = parse(
         {
-            **IMAGE, "gpus": "8", "cordon": "true", "shm": "64Gi", "user": "0", "run_dir": "/runs/x",
+            **IMAGE, "gpus": "8", "cordon": "true", "namespace": "research",
+            "shm": "64Gi", "user": "0", "run_dir": "/runs/x",
             "env.NCCL_IB_HCA": "=mlx5_0:1", "resource.rdma/hca": "4", "toleration.a": "",
             "toleration.example.com/gpu": "yes:NoExecute",
             "drain_mark.example.com/maintenance": "", "node_selector.pool": "h200",
@@ -55,6 +56,8 @@ def test_what_is_given_arrives() -> None:
         ({**IMAGE, "gpus": "9999999999"}, "a whole number from 0 to"),
         ({**IMAGE, "port": "80"}, "a whole number from 1024 to 65535"),
         ({**IMAGE, "cordon": "yes"}, "true or false"),
+        ({**IMAGE, "cordon": "true"}, "namespace=NAME"),
+        ({**IMAGE, "watch_nodes": "true"}, "namespace=NAME"),
         ({**IMAGE, "format": "pod"}, "jobset or trainjob"),
         ({**IMAGE, "image_pull_policy": "Sometimes"}, "IfNotPresent"),
         ({**IMAGE, "memory": "lots"}, "a quantity of Kubernetes"),

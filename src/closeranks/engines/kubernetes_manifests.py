@@ -151,7 +151,7 @@ def _role(
     kind, comment, namespace = "Role", "", options.namespace
     metadata = _metadata(options, account, name)
     if of_cluster:
-        kind, namespace = "ClusterRole", options.namespace or "default"
+        kind = "ClusterRole"
         metadata = {**_metadata(replace(options, namespace=""), f"{namespace}-{account}", name)}
         comment = "Nodes belong to no namespace: only an administrator of the cluster can hand this out."
     group = "rbac.authorization.k8s.io"

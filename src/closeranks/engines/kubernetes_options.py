@@ -107,6 +107,11 @@ def parse(options: Mapping[str, str]) -> KubernetesOptions:
             "the Kubernetes engine needs a container image with torch and closeranks in it: "
             "--engine-option image=registry/name:tag"
         )
+    if "true" in (options.get("watch_nodes"), options.get("cordon")) and not single.get("namespace"):
+        raise ConfigError(
+            "looking at nodes takes a role of the whole cluster, which has to name the namespace of the job's"
+            " account: --engine-option namespace=NAME"
+        )
     tolerations = tuple(_toleration(key, text) for key, text in sorted(keyed.pop("toleration", {}).items()))
     groups = {group: dict(sorted(values.items())) for group, values in keyed.items()}
     return KubernetesOptions(**single, **groups, toleration=tolerations)  # type: ignore[arg-type]
