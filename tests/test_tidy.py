@@ -279,9 +279,8 @@ def test_fractions_of_something_say_of_what(path: Path) -> None:
 # Built and tested before the part that uses it: what a job over several machines stands on.
 NOT_USED_YET = {
     "closeranks.agent.store_process",
-    "closeranks.backoff",
     "closeranks.controller.connect",
-    "closeranks.engines.base",
+    "closeranks.engines.kubernetes",
 }
 
 

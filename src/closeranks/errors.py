@@ -7,6 +7,7 @@ CloseranksError
 ├── JournalError          the journal can't be opened or read
 ├── ProtocolError         a peer spoke out of turn, too long, or for another generation
 │   └── UntrustedPeer     a peer can't prove that it belongs to this job
+├── EngineError           the cluster's own interface can't be used, or refuses
 ├── ZygoteError           the zygote died or can't be used
 └── EvidenceError         an incident directory can't be read
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 __all__ = [
     "CloseranksError",
     "ConfigError",
+    "EngineError",
     "EvidenceError",
     "JournalError",
     "ProtocolError",
@@ -64,6 +66,10 @@ class ProtocolError(CloseranksError):
 
 class UntrustedPeer(ProtocolError):
     """Whoever is at the other end can't prove to be of this job, and in the role it has to have."""
+
+
+class EngineError(CloseranksError):
+    """The interface of a cluster, its API or its tools, can't be reached, makes no sense, or refuses."""
 
 
 class ZygoteError(CloseranksError):
