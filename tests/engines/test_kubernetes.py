@@ -19,9 +19,8 @@ import yaml
 from closeranks.cluster_events import EngineDrains, NodeGone
 from closeranks.controller.credentials import AGENT, CONTROLLER, bundle, mint, parse_bundle
 from closeranks.engines import kubernetes
-from closeranks.engines.base import Engine, EngineFact, JobSpec, Join
+from closeranks.engines.base import Bundles, Engine, EngineFact, JobSpec, Join
 from closeranks.engines.kubernetes import KubernetesEngine
-from closeranks.engines.kubernetes_manifests import Bundles
 from closeranks.errors import ConfigError, EngineError
 
 from .kubernetes_rig import FakeApi, node, pod, served

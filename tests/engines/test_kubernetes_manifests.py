@@ -20,8 +20,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from closeranks.engines.base import JobSpec
-from closeranks.engines.kubernetes_manifests import Bundles, manifests, object_name
+from closeranks.engines.base import Bundles, JobSpec
+from closeranks.engines.kubernetes_manifests import manifests, object_name
 from closeranks.engines.kubernetes_options import parse
 from closeranks.errors import ConfigError
 

@@ -15,6 +15,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -30,7 +31,7 @@ from closeranks.agent.private_dir import PrivateDir
 from closeranks.config import RunConfig
 from closeranks.controller.credentials import AGENT, CONTROLLER, load, mint
 from closeranks.engines import engine_for
-from closeranks.engines.base import Engine, JobSpec, Join
+from closeranks.engines.base import Bundles, Engine, JobSpec, Join
 from closeranks.errors import ConfigError
 from closeranks.events import signal_name
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from closeranks.controller.cluster_job import ClusterJob
     from closeranks.controller.service import ClusterService
 
-__all__ = ["Seat", "job_spec", "launch_cluster", "launch_controller", "run_controller"]
+__all__ = ["Seat", "job_spec", "launch_cluster", "launch_controller", "planned", "run_controller"]
 
 _CREDENTIALS = "credentials"
 _MOST_RESTARTS, _RESTART_WINDOW_S = 100, 600.0
@@ -78,11 +79,33 @@ def job_spec(config: RunConfig, run_argv: tuple[str, ...], run_dir: Path) -> Job
     )
 
 
+def planned(config: RunConfig, run_argv: tuple[str, ...]) -> Engine:
+    """The engine of a job that doesn't exist yet: to ask it, to render, or to submit."""
+    from closeranks.controller.runs import job_id
+
+    name = config.job_name or Path(config.entrypoint.target).stem
+    run_dir = Path(config.runs_dir).absolute() / job_id(name, wall_s=time.time())
+    spec = job_spec(config, run_argv, run_dir)
+
+    def bundles() -> Bundles:
+        with tempfile.TemporaryDirectory() as folder:
+            made = Path(folder) / "credentials"
+            mint(spec.job_id, made)
+            controller, agent = ((made / f"{role}.pem").read_text() for role in (CONTROLLER, AGENT))
+            return Bundles(controller, agent)
+
+    return engine_for(config.engine or "", spec, bundles=bundles)
+
+
 def launch_cluster(config: RunConfig, run_argv: tuple[str, ...]) -> int:
     """Run the job to its end; returns the exit code of ``closeranks run``."""
     fill_standard_streams()
     from closeranks.controller.runs import create_run_dir
 
+    if not (elsewhere := planned(config, run_argv)).runs_here():
+        submitted = elsewhere.submit()
+        sys.stderr.write(f"closeranks: submitted to {elsewhere.name} as {submitted}\n")
+        return 0
     watched = guard.hold_signals(config.signals_to_handle)
     run_dir = create_run_dir(Path(config.runs_dir), config.job_name or Path(config.entrypoint.target).stem)
     spec = job_spec(config, run_argv, run_dir)
@@ -159,6 +182,9 @@ async def run_controller(seat: Seat, guard_pid: int | None) -> int:
     raise_file_limit()
     config, spec = seat.config, seat.spec
     job = ClusterJob.open(spec.run_dir / JOURNAL_NAME, config.cluster, config.budget)
+    if job.ended is not None:
+        job.close()
+        return job.ended.exit_code
     pump = LogPump.start(config.logs, role=config.role)
     console = Console(pump.say, quiet=config.quiet, runs_hint=str(spec.run_dir))
     engine = engine_for(config.engine or "", spec)
@@ -222,7 +248,10 @@ def _watch(service: ClusterService, config: RunConfig, guard_pid: int | None) ->
         number = signal.Signals[name]
         if number != signal.SIGHUP or number in watched:
             told = f"{signal_name(number)} received"
-            loop.add_signal_handler(number, service.stop_requested, told, int(number))
+            # One that stands alone gets SIGTERM when its host is wanted back, not when the job is to end.
+            moves = guard_pid is None and number == signal.SIGTERM
+            act = service.leave if moves else service.stop_requested
+            loop.add_signal_handler(number, act, told, int(number))
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # theirs are the nodes' own
         loop.add_signal_handler(number, lambda: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)

@@ -162,8 +162,8 @@ FLAGS: tuple[Flag, ...] = (
         NODES,
         metavar="NAME",
         field="engine",
-        here="where nodes come from: local (all on this host, or hosts that a command reaches); without it "
-        "the job runs on this host alone",
+        here="where nodes come from: local (all on this host, or hosts that a command reaches), slurm or "
+        "kubernetes; without it the job runs on this host alone",
         variable="CLOSERANKS_ENGINE",
     ),
     Flag(

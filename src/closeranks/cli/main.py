@@ -21,6 +21,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "report": ("closeranks.cli.report", "what happened in a run: incidents, causes, time lost"),
     "inject": ("closeranks.cli.inject", "make a fault happen in a live run"),
     "drain": ("closeranks.cli.drain", "take a node out of a running job without losing work"),
+    "engine": ("closeranks.cli.engine", "engine render: what would be handed to a cluster"),
     "controller": ("closeranks.cli.controller", "be a job's controller by itself; engines call this"),
     "agent": ("closeranks.cli.agent", "make this host a node of a job; engines call this"),
     "config": ("closeranks.cli.config_show", "config show: every setting, and where it comes from"),

@@ -15,7 +15,7 @@ from closeranks.cluster_events import ClusterAction, ClusterEvent, NodeHeartbeat
 from closeranks.config import BudgetConfig, ClusterConfig
 from closeranks.controller.cluster_journal import STATE_KIND, StateDiary, read_state
 from closeranks.controller.journal import Journal, Record, read
-from closeranks.events import Tell
+from closeranks.events import Finish, Tell
 from closeranks.linux import boot_id
 from closeranks.plain import to_plain
 from closeranks.policy import cluster as policy
@@ -37,6 +37,7 @@ class ClusterJob:
         self._diary = StateDiary()
         self.state = state
         self.resumed = resumed
+        self._ended: Finish | None = None
         self.note(STARTED_KIND, {"boot_id": boot_id(), "resumed": resumed})
 
     @classmethod
@@ -53,11 +54,13 @@ class ClusterJob:
         if not path.exists():
             return cls(Journal.create(path), fresh, resumed=False, clock=clock)
         journal = Journal.open_for_append(path)  # nobody else writes from here on
-        records = [record for record in read(path) if record.kind in (STATE_KIND, STARTED_KIND)]
+        records = [record for record in read(path) if record.kind in (STATE_KIND, STARTED_KIND, "finished")]
         found = read_state(records, fresh)
         if found is None:
             return cls(journal, fresh, resumed=False, clock=clock)
-        return cls(journal, policy.restore(found, clock(), _shift_s(records)), resumed=True, clock=clock)
+        job = cls(journal, policy.restore(found, clock(), _shift_s(records)), resumed=True, clock=clock)
+        job._ended = next((_end_of(record) for record in records if record.kind == "finished"), None)
+        return job
 
     def note(self, kind: str, data: Mapping[str, Any], *, generation: int | None = None) -> None:
         """Put a fact into the journal that needs no decision."""
@@ -80,6 +83,11 @@ class ClusterJob:
             for data in self._diary.changes(self.state):
                 self.note(STATE_KIND, data)
         return actions
+
+    @property
+    def ended(self) -> Finish | None:
+        """How the job ended, if it has: then there is nothing to go on with."""
+        return self._ended
 
     def holds_lease(self, node: str, session: str) -> bool:
         """Whether this agent's heartbeats count, and are to be answered."""
@@ -106,3 +114,8 @@ def _shift_s(records: list[Record]) -> float:
     last = records[-1]
     now_ns = time.monotonic_ns() - max(0, time.time_ns() - last.wall_ns)
     return (now_ns - last.mono_ns) / 1e9
+
+
+def _end_of(record: Record) -> Finish:
+    code = record.data.get("exit_code")
+    return Finish(code if isinstance(code, int) else 1, str(record.data.get("reason", "")))

@@ -50,7 +50,16 @@ from closeranks.controller.progress_board import ProgressBoard
 from closeranks.controller.sessions import Session, Sessions
 from closeranks.engines.base import Engine
 from closeranks.errors import UsageError
-from closeranks.events import Failure, FailureKind, Finish, Progress, RunStarted, StopRequested, Tell
+from closeranks.events import (
+    Failure,
+    FailureKind,
+    Finish,
+    Progress,
+    RunExit,
+    RunStarted,
+    StopRequested,
+    Tell,
+)
 from closeranks.faults import format_spec, parse_spec
 from closeranks.policy.cluster_state import Link, Stage, World
 
@@ -94,6 +103,7 @@ class ClusterService:
         self._job_id = job_id
         self._finished = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._handing_over = False
         self._last_call = -1  # the generation of which a part has been saved for its planned end
         self._asked: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self.joint_watch = JointWatch(self, hang)
@@ -123,6 +133,8 @@ class ClusterService:
     async def _close(self, finish: Finish) -> None:
         self.casebook.close()
         self.joint_watch.close()
+        if self._handing_over:
+            return
         for session in self.sessions:
             session.send({"type": "finish", "exit_code": 0, "reason": finish.reason})
         deadline_s = asyncio.get_running_loop().time() + _GOODBYE_S
@@ -214,7 +226,10 @@ class ClusterService:
             case RequestNode(count, reason):
                 self.spawn(self._place(count, reason))
             case ReleaseNode(node, reason):
-                self.sessions.send(node, {"type": "finish", "exit_code": 0, "reason": f"released: {reason}"})
+                code = RunExit.DRAINED  # the job goes on without it: not a success, to those who count them
+                self.sessions.send(
+                    node, {"type": "finish", "exit_code": code, "reason": f"released: {reason}"}
+                )
                 self.spawn(self.engine.release(node, reason))
             case Finish():
                 self.finish = action
@@ -239,7 +254,9 @@ class ClusterService:
     # --- the engine ---------------------------------------------------------------------------------
 
     async def _place(self, count: int, reason: str) -> None:
-        placed = await self.engine.place(count, reason)
+        nodes = self.job.state.nodes.values()
+        taken = frozenset(node.name for node in nodes if node.link in (Link.ATTACHED, Link.AWAITED))
+        placed = await self.engine.place(count, reason, taken)
         if placed < count:
             self.job.note("notice", {"level": "info", "text": f"{placed} of {count} nodes can be had"})
             self.dispatch(RequestDenied(count - placed))
@@ -379,6 +396,15 @@ class ClusterService:
         self.job.note("stop_requested", {"reason": reason})
         self.console.tell("info", f"{reason}: stopping the ranks (again to kill them at once)")
         self.dispatch(StopRequested(reason, number))
+
+    def leave(self, reason: str, number: int) -> None:
+        """This controller is to make way for another one; the job goes on meanwhile."""
+        self.job.note(
+            "notice", {"level": "warning", "text": f"{reason}: the controller ends, the job does not"}
+        )
+        self._handing_over = True
+        self.finish = self.finish or Finish(128 + number, reason)
+        self._finished.set()
 
     def guard_died(self) -> None:
         """The process the user started is gone: nobody is left to answer to."""

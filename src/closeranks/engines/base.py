@@ -14,7 +14,7 @@ from typing import Protocol
 
 from closeranks.cluster_events import EngineDrains, NodeGone
 
-__all__ = ["Engine", "EngineFact", "JobSpec", "Join", "agent_command", "controller_command"]
+__all__ = ["Bundles", "Engine", "EngineFact", "JobSpec", "Join", "agent_command", "controller_command"]
 
 EngineFact = NodeGone | EngineDrains
 
@@ -51,12 +51,23 @@ class Join:
     credentials: Path | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Bundles:
+    """The credentials of both roles, as controller.credentials makes them. In no repr."""
+
+    controller: str = field(repr=False)
+    agent: str = field(repr=False)
+
+
 class Engine(Protocol):
     """Places the agents of one job. Nothing here raises for what a cluster can do; ``place`` tells how many
     agents are on their way, ``render`` and ``submit`` raise CloseranksError with what to do."""
 
     @property
     def name(self) -> str: ...
+
+    def runs_here(self) -> bool:
+        """Whether the controller can run in this very process; else the job is to be submitted."""
 
     def listen_address(self) -> str | None:
         """The numeric address of this host that agents can reach; None: they are all on this host, and a Unix
@@ -65,8 +76,11 @@ class Engine(Protocol):
     def start(self, join: Join) -> None:
         """From now on agents can be placed. Called once, before anything else but ``listen_address``."""
 
-    async def place(self, count: int, reason: str) -> int:
-        """Bring ``count`` more agents up, on nodes that have none; returns how many are on their way."""
+    async def place(self, count: int, reason: str, taken: frozenset[str] = frozenset()) -> int:
+        """Bring ``count`` more agents up, on nodes that have none; returns how many are on their way.
+
+        ``taken``: nodes that have an agent, which an engine that was started anew doesn't know by itself.
+        """
 
     async def release(self, node: str, reason: str) -> None:
         """The job needs this node no more. Its agent has been told to end, or can't be reached."""

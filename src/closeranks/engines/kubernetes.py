@@ -21,11 +21,11 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from closeranks.engines.base import EngineFact, JobSpec, Join
+from closeranks.engines.base import Bundles, EngineFact, JobSpec, Join
 from closeranks.engines.kubernetes_api import Change, KubernetesApi
 from closeranks.engines.kubernetes_facts import Facts, PodView, pod_of
 from closeranks.engines.kubernetes_http import SERVICE_ACCOUNT, in_cluster, is_in_cluster
-from closeranks.engines.kubernetes_manifests import Bundles, manifests, object_name
+from closeranks.engines.kubernetes_manifests import manifests, object_name
 from closeranks.engines.kubernetes_options import parse
 from closeranks.engines.kubernetes_pods import AGENT, JOB_LABEL, NAME_VARIABLE, ROLE_LABEL
 from closeranks.errors import ConfigError, EngineError
@@ -71,6 +71,9 @@ class KubernetesEngine:
     def name(self) -> str:
         return "kubernetes"
 
+    def runs_here(self) -> bool:
+        return is_in_cluster(self._env)
+
     def listen_address(self) -> str | None:
         """The pod's own address; agents find it by the pod's name. Outside of a pod nobody listens."""
         if not is_in_cluster(self._env):
@@ -86,7 +89,7 @@ class KubernetesEngine:
 
     # --- nodes --------------------------------------------------------------------------------------
 
-    async def place(self, count: int, reason: str) -> int:
+    async def place(self, count: int, reason: str, taken: frozenset[str] = frozenset()) -> int:
         """Nothing to create: counts pods that wait for a host or an image, and those that the Job has yet to
         make in the place of ones that ended. What failed stays there for people to read its logs; it is
         replaced all the same."""

@@ -16,11 +16,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from closeranks.engines.base import JobSpec
+from closeranks.engines.base import Bundles, JobSpec
 from closeranks.engines.kubernetes_options import KubernetesOptions
 from closeranks.engines.kubernetes_pods import (
     AGENT,
@@ -33,7 +33,7 @@ from closeranks.engines.kubernetes_pods import (
 from closeranks.engines.kubernetes_yaml import to_yaml
 from closeranks.errors import ConfigError
 
-__all__ = ["Bundles", "manifests", "object_name"]
+__all__ = ["manifests", "object_name"]
 
 NODE, SPARE = "node", "spare"
 _MAX_INT32 = 2**31 - 1
@@ -44,17 +44,6 @@ _KILLED = [134, 135, 136, 137, 139, 143]
 
 Manifest = dict[str, Any]
 Document = tuple[str, Manifest | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Bundles:
-    """The credentials of both roles, as controller.credentials makes them. In no repr."""
-
-    controller: str = field(repr=False)
-    agent: str = field(repr=False)
-
-    def of(self, role: str) -> str:
-        return self.controller if role == CONTROLLER else self.agent
 
 
 def object_name(job_id: str) -> str:
@@ -123,7 +112,8 @@ def _secret(options: KubernetesOptions, name: str, role: str, bundles: Bundles |
         where = f" --namespace {options.namespace}" if options.namespace else ""
         comment = f"Secret {holder} holds a key and isn't shown. Where {role}.pem is, make it with:\n"
         return comment + f"  kubectl create secret generic {holder}{where} --from-file={role}.pem", None
-    data = base64.b64encode(bundles.of(role).encode()).decode()
+    bundle = bundles.controller if role == CONTROLLER else bundles.agent
+    data = base64.b64encode(bundle.encode()).decode()
     return "", {
         "apiVersion": "v1", "kind": "Secret", "metadata": _metadata(options, holder, name), "type": "Opaque",
         "immutable": True, "data": {f"{role}.pem": data},

@@ -28,6 +28,7 @@ __all__ = ["LocalEngine"]
 _OPTIONS = ("hosts", "prefix", "listen")
 _END_S = 10.0  # for an agent to end its ranks, then SIGTERM; and as long again, then SIGKILL
 _MAX_FACTS = 4096
+_COUNTER = "nodes-started"
 
 
 class LocalEngine:
@@ -50,15 +51,18 @@ class LocalEngine:
         self._watching: set[asyncio.Task[None]] = set()
         self._closed = False
 
+    def runs_here(self) -> bool:
+        return True
+
     def listen_address(self) -> str | None:
         return self._spec.options.get("listen")
 
     def start(self, join: Join) -> None:
         self._join = join
 
-    async def place(self, count: int, reason: str) -> int:
+    async def place(self, count: int, reason: str, taken: frozenset[str] = frozenset()) -> int:
         placed = 0
-        while placed < count and not self._closed and (node := self._next_node()) is not None:
+        while placed < count and not self._closed and (node := self._next_node(taken)) is not None:
             if not await self._start_agent(node):
                 break
             placed += 1
@@ -90,16 +94,25 @@ class LocalEngine:
 
     # --- agents
 
-    def _next_node(self) -> str | None:
+    def _next_node(self, taken: frozenset[str]) -> str | None:
         if not self._hosts:
-            self._named += 1
-            return f"node{self._named - 1}"
-        free = [host for host in self._tried if host not in self._agents]
+            return f"node{self._next_number()}"
+        free = [host for host in self._tried if host not in self._agents and host not in taken]
         if not free:
             return None
         self._tried.remove(free[0])
         self._tried.append(free[0])
         return free[0]
+
+    def _next_number(self) -> int:
+        """A name is used once, also by the engine of a controller that comes after this one."""
+        counter = self._spec.run_dir / _COUNTER
+        with contextlib.suppress(OSError, ValueError):  # the first one, or a disk that fails
+            self._named = max(self._named, int(counter.read_text()))
+        with contextlib.suppress(OSError):
+            counter.write_text(f"{self._named + 1}\n")
+        self._named += 1
+        return self._named - 1
 
     def _command(self, node: str, join: Join, session: str) -> list[str]:
         prefix = [part.replace("{node}", node) for part in self._prefix]
