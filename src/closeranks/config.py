@@ -73,7 +73,11 @@ class ClusterConfig:
     fence_margin_s: float = 0.5
     join_timeout_s: float = 600.0  # for the nodes of a world; as torchrun's
     last_call_s: float = 30.0  # for max_nodes, before the first world starts with fewer
-    reattach_grace_s: float = 30.0  # after a controller's restart, for members to attach again
+    # While the controller's own host says that nobody listens there, ranks may go on for so long.
+    reattach_grace_s: float = 30.0
+    # A controller that has begun to listen waits so long for members to attach again. Longer than an agent
+    # takes from one attempt to the end of the next (node_link), after which it is back or its lease is over.
+    reattach_wait_s: float = 5.0
     request_again_s: float = 60.0  # after an engine had no node to give
     # What an agent does by itself, without ranks: open a store, kill, check. One that doesn't is broken.
     order_timeout_s: float = 60.0

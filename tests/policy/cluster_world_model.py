@@ -287,7 +287,7 @@ class Model:
             if agent.alive and agent.attached and not self.is_cut(agent.node) and self.random.random() < 0.5:
                 agent.attached, agent.connection = False, self.new_connection()
                 if self.now_s < agent.lease_end_s:
-                    agent.lease_end_s = max(agent.lease_end_s, self.now_s + self.config.reattach_grace_s)
+                    agent.lease_end_s = max(agent.lease_end_s, self.now_s + self.config.reattach_wait_s)
         assert self.controller_back_s is not None
         if self.now_s >= self.controller_back_s:
             self.controller_back_s = None

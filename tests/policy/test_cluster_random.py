@@ -48,7 +48,7 @@ CONFIGS = st.builds(
     fence_margin_s=st.sampled_from([0.5, 1.0, 2.0]),
     join_timeout_s=st.sampled_from([20.0, 60.0]),
     last_call_s=st.just(3.0),
-    reattach_grace_s=st.sampled_from([0.0, 5.0, 10.0]),
+    reattach_wait_s=st.sampled_from([1.0, 5.0, 10.0]),
     order_timeout_s=st.sampled_from([5.0, 20.0]),
     stop_timeout_s=st.just(30.0),
     exclusion_s=st.sampled_from([1.0, 5.0]),
@@ -194,7 +194,7 @@ class Referee:
         for node, (session, _) in tuple(self.ranks.items()):
             if self.are_dead(node, session, now_s):
                 del self.ranks[node]
-            more_s = max(0.0, self.config.reattach_grace_s - self.config.lease_length_s)
+            more_s = max(0.0, self.config.reattach_wait_s - self.config.lease_length_s)
             self.heard_s[node, session] = now_s + more_s
 
     def check(self, state: ClusterState, actions: tuple[ClusterAction, ...], now_s: float) -> None:

@@ -36,7 +36,7 @@ def crash(lab: Lab, *, away_s: float = 5.0, shift_s: float = 0.0) -> None:
 
 @pytest.mark.parametrize("shift_s", [0.0, -5.0, 1e6])
 def test_members_that_attach_again_in_time_go_on_as_if_nothing_had_been(shift_s):
-    lab = running("ab", spares="x")
+    lab = running("ab", spares="x", reattach_wait_s=30.0)
     lab.wait(100.0)
     before = durable(lab.state)
     crash(lab, shift_s=shift_s)
@@ -51,7 +51,7 @@ def test_members_that_attach_again_in_time_go_on_as_if_nothing_had_been(shift_s)
 
 
 def test_a_member_that_does_not_attach_within_the_grace_is_lost_and_fenced_after_it():
-    lab = running("ab", spares="x", reattach_grace_s=30.0)
+    lab = running("ab", spares="x", reattach_wait_s=30.0)
     crash(lab)
     lab.attach("a", running=0)
     lab.attach("x")
@@ -133,7 +133,7 @@ def test_a_generation_that_was_ordered_starts_once_its_nodes_are_back():
 
 @pytest.mark.parametrize("away_s", [5.0, 3600.0])
 def test_nodes_have_their_grace_to_attach_before_there_are_too_few(away_s):
-    lab = running("ab", min_nodes=2, join_timeout_s=60.0, reattach_grace_s=30.0)
+    lab = running("ab", min_nodes=2, join_timeout_s=60.0, reattach_wait_s=30.0)
     lab.fail("a")
     lab.down("a", "b")
     crash(lab, away_s=away_s)
@@ -144,7 +144,7 @@ def test_nodes_have_their_grace_to_attach_before_there_are_too_few(away_s):
 
 def test_what_a_lost_nodes_agent_may_do_by_now_is_waited_for_anew():
     """It may have seen the controller die before its lease was over, and have gone on for the grace."""
-    lab = running("ab", spares="x", reattach_grace_s=30.0)
+    lab = running("ab", spares="x", reattach_wait_s=30.0)
     lab.silence("b")
     lab.wait(2.0)
     lab.down("a")
@@ -179,7 +179,7 @@ def test_a_drain_goes_on_where_it_was():
 
 
 def test_a_second_crash_before_all_are_back_waits_again():
-    lab = running("ab")
+    lab = running("ab", reattach_wait_s=30.0)
     crash(lab)
     lab.attach("a", running=0)
     lab.wait(20.0)

@@ -1,8 +1,8 @@
 """A controller that died comes back: what belongs into the journal, and how to go on from there. Pure.
 
 Nothing is decided again: the state holds what was decided, and orders that may be lost are said again when
-their node attaches. Nothing is killed either: agents may have gone on for ``reattach_grace_s``, so nobody is
-lost, and no lease counts as over, before that.
+their node attaches. Nothing is killed either: an agent in its grace is back within ``reattach_wait_s`` or has
+killed its ranks, so nobody is lost, and no lease counts as over, before that.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def durable_job(job: JobState) -> JobState:
 
 def restore(state: ClusterState, now_s: float, shift_s: float = 0.0) -> ClusterState:
     """Go on from ``durable(...)``. ``shift_s``: what to add to its times, where the clock is another one."""
-    awaited_until_s = now_s + max(state.config.reattach_grace_s, state.config.lease_length_s)
+    awaited_until_s = now_s + max(state.config.reattach_wait_s, state.config.lease_length_s)
     nodes = {name: _restore_node(node, awaited_until_s, shift_s) for name, node in state.nodes.items()}
     budget = replace(state.job.budget, recent_s=tuple(at_s + shift_s for at_s in state.job.budget.recent_s))
     return replace(

@@ -224,6 +224,7 @@ def check_cluster_config(config: ClusterConfig) -> None:
         "stop_timeout_s",
         "exclusion_s",
         "request_again_s",
+        "reattach_wait_s",
     )
     at_least_0 = (
         "fence_margin_s", "last_call_s", "reattach_grace_s", "exclusion_max_s", "forgive_s", "blame_window_s",
