@@ -129,13 +129,15 @@ def wrong_command(text: str) -> str:
     if verb not in VERBS:
         return f"there is no verb {verb!r}"
     module = import_module(VERBS[verb][0])
-    if verb in ("run", "config"):
-        arguments = [a for a in arguments if a not in ("show", "flags", "of", "run", "--json")]
+    if verb in ("run", "config", "engine"):
+        arguments = [a for a in arguments if a not in ("show", "render", "flags", "of", "run", "--json")]
         try:
             scan(arguments, FLAGS)
         except UsageError as error:
             return str(error)
         return ""
+    if "--" in arguments:  # what follows is another verb's
+        arguments = arguments[: arguments.index("--")]
     parser = argparse.ArgumentParser()
     module.configure(parser)
     known = {option for action in parser._actions for option in action.option_strings}
