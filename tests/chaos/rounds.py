@@ -91,10 +91,10 @@ class Chaos:
             "--spares", str(SPARES), "--nproc-per-node", "1", "--log-dir", str(self.folder / "runs"),
             "--lease", "0.5", "--max-restarts", "100000", str(HERE / "train.py"),
         ]  # fmt: skip
-        output = (self.folder / "output").open("wb")
-        self.process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=self.folder
-        )
+        with (self.folder / "output").open("wb") as output:
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=self.folder
+            )
 
     # --- looking
 
@@ -244,6 +244,8 @@ class Chaos:
         if self.process is not None and self.process.poll() is None:
             for pid in [self.pid, *below(self.pid)]:
                 send(pid, signal.SIGKILL)
+        if self.process is not None:
+            self.process.wait(RECOVER_S)
 
 
 def check(folder: Path) -> dict[str, int]:
