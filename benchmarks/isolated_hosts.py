@@ -43,7 +43,7 @@ class Hosts:
         self._hub("addr", "add", f"{self.hub_address}/24", "dev", "br0")
         for name in ("br0", "lo"):
             self._hub("link", "set", name, "up")
-        for number, host in enumerate(self.names):
+        for host in self.names:
             _run("ip", "netns", "add", host)
             port = self._port(host)
             _run(
@@ -62,7 +62,7 @@ class Hosts:
                 self.hub,
             )
             self._hub("link", "set", port, "master", "br0", "up")
-            _run("ip", "-n", host, "addr", "add", f"{self._network}.{10 + number}/24", "dev", "eth0")
+            _run("ip", "-n", host, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
             for name in ("eth0", "lo"):
                 _run("ip", "-n", host, "link", "set", name, "up")
         return self
@@ -78,6 +78,14 @@ class Hosts:
 
     def _port(self, host: str) -> str:
         return f"v{self.names.index(host)}"
+
+    def address(self, host: str) -> str:
+        return f"{self._network}.{10 + self.names.index(host)}"
+
+    def of_namespace(self, link: str) -> str:
+        """Which host that is: ``link`` is what /proc/PID/ns/net of a process there points to."""
+        number = int(link.partition("[")[2].rstrip("]\n"))
+        return next(name for name in self.names if os.stat(f"/run/netns/{name}").st_ino == number)  # noqa: PTH116
 
     def inside(self, host: str) -> list[str]:
         """What to put before a command that is to run there."""
