@@ -302,10 +302,19 @@ def test_an_init_stall_is_retried_at_once_and_only_so_often_in_a_row():
     assert "4 times in a row" in stop.reason
 
 
-def test_an_init_stall_costs_no_restart_and_no_delay_even_where_none_is_allowed():
-    budget, rulings = run([stall()] * 3, BudgetConfig(max_restarts=0))
+def test_an_init_stall_costs_no_restart_and_no_delay():
+    budget, rulings = run([stall()] * 3)
     assert [ruling.delay_s for ruling in rulings if isinstance(ruling, Restart)] == [0.0] * 3
     assert budget.restarts == 0
+
+
+def test_an_explicit_total_bounds_retries_of_init_stalls_too():
+    stop = last_stop([stall()], BudgetConfig(max_restarts=0))
+    assert stop.exit_code == 1
+    assert "--max-restarts 0 allows no restart" in stop.reason
+    assert last_stop([stall(), stall()], BudgetConfig(max_restarts=1)).exit_code == RunExit.BUDGET_SPENT
+    assert last_stop([stall(), killed(1), stall()], BudgetConfig(max_restarts=2)).exit_code == 91
+    assert last_stop([stall()] * 4, BudgetConfig(max_restarts=9)).exit_code == RunExit.NO_PROGRESS
 
 
 def test_any_other_failure_in_between_starts_the_count_of_stalls_again():

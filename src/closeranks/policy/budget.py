@@ -2,7 +2,8 @@
 
 ``judge`` applies these rules, and the first that fits decides:
 
-0. process-group init that stalled is retried at once, a few times, outside of the budget;
+0. process-group init that stalled is retried at once, a few times, outside of the default budget; an explicit
+   ``--max-restarts`` bounds these retries too;
 1. an error of the script's own that a restart would only repeat stops the job with the script's code;
 2. the total budget (``--max-restarts``);
 3. the rate over a sliding window, which bounds flapping;
@@ -117,7 +118,7 @@ def judge(
     Call it once for each generation that failed, in order.
     """
     if _is_init_stall(failure):
-        return _judge_init_stall(budget, failure)
+        return _judge_init_stall(config, budget, failure)
     before = budget
     fruitless = 0 if progressed(before, failure) else before.fruitless + 1
     budget = replace(before, fruitless=fruitless, init_stalls=0, seen=_remember(before, failure))
@@ -179,15 +180,22 @@ def _is_init_stall(failure: Failure) -> bool:
     return failure.kind is FailureKind.INIT_STALL and failure.step < 1 and not failure.durable_progress
 
 
-def _judge_init_stall(budget: Budget, failure: Failure) -> tuple[Budget, Restart | Stop]:
-    """Not charged against ``--max-restarts``, even where that is 0: it is our launch that did not come
-    about (a late name server, a lost packet), nothing of the training has run, and without a retry we would
-    end a job that torchrun might have brought up. ``MAX_INIT_STALLS`` bounds it instead."""
+def _judge_init_stall(
+    config: BudgetConfig, budget: Budget, failure: Failure
+) -> tuple[Budget, Restart | Stop]:
+    """Not charged against the default budget: it is our launch that did not come about (a late name server,
+    a lost packet), and nothing of the training has run. ``MAX_INIT_STALLS`` bounds it instead. A user's own
+    ``--max-restarts`` means every restart, whatever for."""
+    explicit = config.max_restarts is not None
+    if explicit and (stop := _stop_for_total(config, budget, failure)) is not None:
+        return budget, stop
     stalls = budget.init_stalls + 1
-    budget = replace(budget, init_stalls=stalls)
+    budget = replace(budget, init_stalls=stalls, restarts=budget.restarts + explicit)
     if stalls <= MAX_INIT_STALLS:
-        why = f"process-group init stalled; retry {stalls} of at most {MAX_INIT_STALLS}, outside the budget"
-        return budget, Restart(0.0, why)
+        why = f"process-group init stalled; retry {stalls} of at most {MAX_INIT_STALLS}"
+        if explicit:
+            return budget, Restart(0.0, f"{why}; restart {budget.restarts} of at most {_total(config)}")
+        return budget, Restart(0.0, f"{why}, outside the budget")
     reason = (
         f"process-group init stalled {stalls} times in a row and {MAX_INIT_STALLS} retries did not help "
         f"(the last: {_describe(failure)}); check that every rank calls init_process_group, that host names "
