@@ -7,8 +7,9 @@ import os
 import pty
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,46 @@ def test_a_signal_at_the_very_start_is_not_lost(start: Start, tmp_path: Path) ->
         assert done.returncode == 143, done.stderr
         assert "Traceback" not in done.stderr
         job.assert_gone()
+
+
+# --- in the background of a script ------------------------------------------------------------------
+
+
+@pytest.fixture
+def sigint_ignored() -> Iterator[None]:
+    """As a shell without job control starts what it puts into the background."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("sigint_ignored")
+@pytest.mark.parametrize("how", [[], ["--no-zygote"], ["--no-python", sys.executable, "-u"]], ids=str)
+def test_sigint_stops_a_job_that_was_started_with_it_ignored(
+    start: Start, tmp_path: Path, how: list[str]
+) -> None:
+    job = ready(start("--nproc-per-node", 2, *how, script(tmp_path, WAITS)), 2)
+    began = time.monotonic()
+    os.kill(job.guard, signal.SIGINT)
+    done = job.running.wait(SOON_S)
+    assert done.returncode == 130
+    assert time.monotonic() - began < 10, "the ranks ended of it; their grace is 30 s"
+    assert "did not end" not in done.stderr
+    if "--no-python" not in how:
+        assert "KeyboardInterrupt" in job.text("err", 0)
+    job.assert_gone()
+
+
+@pytest.mark.usefixtures("sigint_ignored")
+def test_sigint_that_is_ignored_and_not_to_be_handled_stays_ignored(start: Start, tmp_path: Path) -> None:
+    job = ready(start("--signals-to-handle", "SIGTERM", script(tmp_path, WAITS)), 1)
+    pids = job.ranks()
+    os.kill(job.guard, signal.SIGINT)
+    time.sleep(0.5)
+    assert job.ranks() == pids
+    os.kill(job.guard, signal.SIGTERM)
+    assert job.running.wait(SOON_S).returncode == 143
+    job.assert_gone()
 
 
 # --- SIGUSR1 and SIGUSR2 ----------------------------------------------------------------------------

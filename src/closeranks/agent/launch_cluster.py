@@ -217,7 +217,8 @@ def _watch(service: ClusterService, config: RunConfig, guard_pid: int | None) ->
 
         loop.add_reader(guard_fd, guard_died)
     watched = guard.watched_signals(config.signals_to_handle)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no KeyboardInterrupt out of nowhere
+    if signal.SIGINT in watched:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no KeyboardInterrupt out of nowhere
     for name in config.signals_to_handle:
         number = signal.Signals[name]
         if number != signal.SIGHUP or number in watched:

@@ -33,7 +33,8 @@ class Signals:
         """Begin; what came since the start has waited. Signals that nobody asked to handle kill the agent."""
         loop = asyncio.get_running_loop()
         watched = guard.watched_signals(self._stopping)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no KeyboardInterrupt out of nowhere
+        if signal.SIGINT in watched:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # no KeyboardInterrupt out of nowhere
         for name in {*self._stopping, *_PASSED_ON}:
             number = signal.Signals[name]
             if number != signal.SIGHUP or number in watched:
