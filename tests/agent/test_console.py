@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
 from closeranks.agent.console import Console
+from closeranks.cli.main import main
+from closeranks.controller.journal import Journal
+from closeranks.controller.runs import create_run_dir
 from closeranks.diagnose import diagnose
 from closeranks.events import ExitStatus, Finish
 from closeranks.evidence import Evidence, RankEvidence, Trigger
@@ -81,8 +85,32 @@ def test_the_last_line_leads_to_a_report_where_there_is_something_in_it(
     terminal = Terminal(monkeypatch)
     terminal.console.finished(Finish(code, "so it ended"), 12.34, incidents, tmp_path)
     assert "so it ended · 12.3 s" in terminal.text
-    assert (f"closeranks report {tmp_path.name}" in terminal.text) == hint
+    assert (f"closeranks report {tmp_path}" in terminal.text) == hint
     assert ("error: " in terminal.text) == bool(code)
+
+
+@pytest.mark.parametrize(
+    ("runs", "expected"),
+    [
+        ("closeranks-runs", "NAME"),
+        ("mine", "mine/NAME"),
+        ("with a space", "'with a space/NAME'"),
+        ("..", "{elsewhere}/NAME"),
+    ],
+)
+def test_the_hint_works_as_it_is_printed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runs: str, expected: str
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    run_dir = create_run_dir(Path(runs).resolve(), "train")
+    Journal.create(run_dir / "journal.db").close()
+    terminal = Terminal(monkeypatch)
+    terminal.console.finished(Finish(1, "so it ended"), 12.34, 1, run_dir)
+    printed = terminal.text.rpartition(" · ")[2].strip()
+    assert printed == "closeranks report " + expected.format(elsewhere=tmp_path).replace("NAME", run_dir.name)
+    assert main(shlex.split(printed)[1:]) == 0
 
 
 def test_a_bug_of_ours_is_told_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

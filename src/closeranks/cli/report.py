@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from closeranks.config import DEFAULT_RUNS_DIR
+from closeranks.cli.runs_place import add_runs_dir, place_of
 from closeranks.errors import CloseranksError, JournalError, RunNotFound
 
 if TYPE_CHECKING:
@@ -36,12 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="a run's id, its unique beginning, its directory, or latest (the default)",
     )
-    parser.add_argument(
-        "--runs-dir",
-        default=DEFAULT_RUNS_DIR,
-        metavar="DIR",
-        help="where `closeranks run` keeps its runs (default: %(default)s)",
-    )
+    add_runs_dir(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document instead")
     parser.add_argument("--list", action="store_true", help="list the runs instead, newest first")
     parser.add_argument("--incident", metavar="ID", help="show one incident's screen instead, such as 0001")
@@ -49,12 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Exit code 0. Raises RunNotFound, JournalError or ConfigError, which end the command with 2."""
-    from closeranks.controller.runs import place_of_runs
-
-    place = place_of_runs(args.runs_dir)
-    if place != Path(args.runs_dir):
-        sys.stderr.write(f"closeranks: no {args.runs_dir} here; runs that had to go elsewhere: {place}\n")
-        args.runs_dir = str(place)
+    args.runs_dir = str(place_of(args.runs_dir, args.run))
     print(_list(args) if args.list else _incident(args) if args.incident else _report(args))
     return 0
 
