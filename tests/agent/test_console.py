@@ -6,6 +6,7 @@ import io
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,10 +41,11 @@ class Terminal:
     def text(self) -> str:
         return b"".join(self.said).decode()
 
-    def incident(self, *, next_generation: int | None = 1, injected: bool = False) -> str:
-        self.console.incident(
-            KILLED, diagnose(KILLED), Path("runs/x"), next_generation=next_generation, injected=injected
-        )
+    def incident(
+        self, directory: Path | None = Path("runs/x"), *, next_generation: int | None = 1, **more: Any
+    ) -> str:
+        more = {"injected": False, **more}
+        self.console.incident(KILLED, diagnose(KILLED), directory, next_generation=next_generation, **more)
         return self.text
 
 
@@ -58,6 +60,16 @@ def test_quiet_leaves_what_matters(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_incident_says_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     terms = Terminal(monkeypatch).incident().splitlines()[2]
     assert terms.endswith("generation 1") and "restart" in terms
+
+
+def test_an_incident_says_how_long_the_next_generation_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    terms = Terminal(monkeypatch).incident(delay_s=0.5).splitlines()[2]
+    assert terms.endswith("generation 1 in 0.5 s") and "restart" in terms
+
+
+def test_files_that_could_not_be_written_are_not_pointed_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "files" in Terminal(monkeypatch).incident()
+    assert "files" not in Terminal(monkeypatch).incident(None)
 
 
 def test_one_that_was_asked_for_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -26,3 +27,22 @@ def test_no_restart_means_none_even_where_a_rank_never_comes_to_init(run: Run, t
     assert "--max-restarts 0 allows no restart" in done.stderr
     assert "finished with exit code 0" in done.stderr
     assert [entry.name for entry in (job.run_dir / "logs").iterdir()] == ["0"]
+
+
+def test_an_incident_that_is_shown_during_the_back_off_says_what_comes(run: Run, tmp_path: Path) -> None:
+    """Killed before its first step: the next generation waits half a second."""
+    path = script(
+        tmp_path,
+        """
+        import os, signal
+        if os.environ["CLOSERANKS_GENERATION"] == "0" and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        """,
+    )
+    done, job = run("--nproc-per-node", 2, path)
+    assert done.returncode == 0
+    screen = done.stderr[done.stderr.index("incident 0001") :].splitlines()
+    assert screen[2].endswith("· generation 1 in 0.5 s"), done.stderr
+    assert "no restart" not in done.stderr and "the job stops" not in done.stderr
+    (verdict,) = [json.loads(file.read_text()) for file in job.run_dir.glob("incidents/*/verdict.json")]
+    assert verdict["action"] != "no restart"

@@ -49,21 +49,25 @@ class Console:
         self,
         evidence: Evidence,
         verdict: Verdict,
-        directory: Path,
+        directory: Path | None,
         *,
         next_generation: int | None,
         injected: bool,
+        delay_s: float = 0.0,
     ) -> None:
-        """The incident's screen. ``injected``: it was asked for."""
+        """The incident's screen. ``directory``: its files, None where they couldn't be written; ``delay_s``:
+        how long the next generation waits; ``injected``: it was asked for."""
         width = shutil.get_terminal_size((100, 24)).columns if self._colour else 100
         next_step = f"generation {next_generation}" if next_generation is not None else "the job stops"
+        if delay_s:
+            next_step += f" in {delay_s:g} s"
         text = screen.render(
             evidence,
             verdict,
             width=max(60, min(width, 120)),
             colour=self._colour,
             next_step=f"{next_step} · injected" if injected else next_step,
-            run_hint=_shown(directory),
+            run_hint=_shown(directory) if directory is not None else "",
             clock=time.strftime("%H:%M:%S"),
         )
         if not self._unicode:

@@ -175,9 +175,9 @@ def _guard(
 def hold_signals(names: Collection[str]) -> set[int]:
     """From now on signals wait for the guard: what is made before it runs is not left behind.
 
-    A shell without job control (a script, CI) starts what is in its background with SIGINT ignored. Nobody has
-    asked for that, so it is undone, for agent and ranks too: who sends SIGINT to this pid wants the job to
-    stop. nohup is asked for, and its ignored SIGHUP stays; so does SIGINT where ``names`` leaves it out.
+    A shell without job control (a script, CI) starts what is in its background with SIGINT ignored. Nobody
+    has asked for that, so it is undone, for agent and ranks too: who sends SIGINT to this pid wants the job
+    to stop. nohup is asked for, and its ignored SIGHUP stays; so does SIGINT where ``names`` leaves it out.
     """
     if signal.SIGINT.name in names and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -82,6 +82,7 @@ class Supervisor:
         self.file_limit = file_limit  # the soft one that the user has, and ranks get; ours is higher
         self.world: World | None = None
         self.finish: Finish | None = None
+        self.ordered = StartGeneration(-1)  # the newest order to start; its time may be still to come
         self.stop_signal: int | None = None
         self._guard_pid = guard_pid
         self._finished = asyncio.Event()
@@ -159,6 +160,7 @@ class Supervisor:
     def _carry_out(self, action: Action) -> None:
         match action:
             case StartGeneration():
+                self.ordered = action
                 self._spawn(self._start(action.generation, action.delay_s))
             case KillGeneration():
                 self._spawn(self._kill(action.generation))
@@ -185,6 +187,7 @@ class Supervisor:
 
     async def _start(self, generation: int, delay_s: float) -> None:
         if delay_s > 0:
+            self.incidents.show()  # there is time for it now
             await asyncio.sleep(delay_s)
         try:
             world = await self._starter.start(generation, delay_s, self.placement)
