@@ -20,6 +20,7 @@ from closeranks.policy.budget import (
     Stop,
     backoff_s,
     check_budget_config,
+    headline,
     judge,
     one_line,
     progressed,
@@ -90,7 +91,43 @@ def test_a_start_up_error_stops_at_once_with_the_scripts_code(kind):
     assert "start-up" in stop.reason
     assert "rank 2" in stop.reason
     assert "ValueError at train.py:12" in stop.reason
-    assert "incidents/0007" in stop.reason
+    assert "incident 0007" in stop.reason
+    assert ("its own error is in" in stop.reason) == (kind is FailureKind.EXCEPTION)
+
+
+def test_an_error_after_collectives_is_not_told_as_one_before_the_first_step():
+    """A loop without an optimizer: that no step was seen doesn't mean that none was made."""
+    stop = last_stop([failure(step=0, collectives=6)])
+    assert stop.exit_code == 3
+    assert "before any step was seen" in stop.reason and "after 6 collectives" in stop.reason
+    assert "closeranks.step()" in stop.reason
+    assert "first step" not in stop.reason and "at step" not in stop.reason
+    again = last_stop([killed(), failure(step=0, collectives=1), failure(step=0, collectives=1)]).reason
+    assert "after 1 collective)" in again and "at step" not in again
+
+
+@pytest.mark.parametrize(
+    ("kind", "signature", "expected"),
+    [
+        (FailureKind.SIGNAL, "SIGKILL", "rank 2 was killed by SIGKILL"),
+        (
+            FailureKind.EXCEPTION,
+            "ValueError at /home/u/train.py:12",
+            "rank 2 raised ValueError at train.py:12",
+        ),
+        (FailureKind.EXIT_CODE, "exit code 3", "rank 2 ended with exit code 3"),
+        (FailureKind.DESYNC, "skip at train.py:9", "rank 2: ranks are in different collectives"),
+    ],
+)
+def test_a_headline_says_what_happened(kind, signature, expected):
+    assert headline(failure(kind, signature=signature)) == expected
+
+
+@pytest.mark.parametrize("kind", list(FailureKind))
+@pytest.mark.parametrize("rank", [None, 2])
+def test_every_failure_has_a_headline(kind, rank):
+    told = headline(failure(kind, rank=rank, signature=""))
+    assert told.isprintable() and (rank is None or "rank 2" in told)
 
 
 def test_a_native_crash_at_start_up_gets_one_more_try():

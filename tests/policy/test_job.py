@@ -130,7 +130,7 @@ def test_a_start_up_error_ends_the_job_once_it_is_down_with_the_scripts_code():
     finish = job.finish(GenerationDown(0))
     assert finish.exit_code == 3
     assert "ImportError at train.py:1" in finish.reason
-    assert "incidents/0000" in finish.reason
+    assert "incident 0000" in finish.reason
 
 
 def test_progress_that_all_ranks_made_counts_for_a_culprit_who_did_not_report_it():

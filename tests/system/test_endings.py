@@ -46,3 +46,48 @@ def test_an_incident_that_is_shown_during_the_back_off_says_what_comes(run: Run,
     assert "no restart" not in done.stderr and "the job stops" not in done.stderr
     (verdict,) = [json.loads(file.read_text()) for file in job.run_dir.glob("incidents/*/verdict.json")]
     assert verdict["action"] != "no restart"
+
+
+@pytest.mark.torch
+def test_a_loop_without_an_optimizer_that_fails_later_is_not_said_to_fail_at_start_up(
+    run: Run, tmp_path: Path
+) -> None:
+    path = script(
+        tmp_path,
+        """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        for iteration in range(10):
+            dist.all_reduce(torch.ones(1))
+            if iteration == 5 and dist.get_rank() == 1:
+                raise ValueError("a bad batch")
+        """,
+    )
+    done, _ = run("--nproc-per-node", 2, path, torch=True)
+    assert done.returncode == 1
+    assert "failed before any step was seen" in done.stderr
+    assert "after 6 collectives" in done.stderr
+    assert "first step" not in done.stderr
+
+
+@pytest.mark.parametrize("how", ["os._exit(3)", "sys.exit(3)"])
+def test_no_error_is_promised_where_the_script_left_none(run: Run, tmp_path: Path, how: str) -> None:
+    done, _ = run("--nproc-per-node", 2, script(tmp_path, f"import os, sys\n{how}"))
+    assert done.returncode == 3
+    assert "its own error" not in done.stderr
+    assert "see incident 0001" in done.stderr
+    assert "ended with exit code 3: no restart" in done.stderr
+
+
+def test_the_line_about_a_restart_says_what_it_is_for(run: Run, tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+        import os, signal
+        if os.environ["CLOSERANKS_GENERATION"] == "0" and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        """,
+    )
+    done, _ = run("--nproc-per-node", 2, path)
+    assert done.returncode == 0
+    assert "rank 1 was killed by SIGKILL: restarting all ranks" in done.stderr

@@ -23,7 +23,7 @@ from closeranks.agent.control_socket import CONTROL_FILE, ControlSocket
 from closeranks.agent.private_dir import PrivateDir
 from closeranks.config import RunConfig
 from closeranks.errors import CloseranksError, ConfigError
-from closeranks.events import RunExit
+from closeranks.events import RunExit, counted
 
 if TYPE_CHECKING:
     from closeranks.agent.logs import LogPump
@@ -199,7 +199,7 @@ async def _run(config: RunConfig, run_dir: Path, private_dir: Path, world_size: 
     )
     for notice in config.notices:
         console.tell("info", notice)
-    console.tell("info", f"{run_dir.name} · {world_size} rank(s) on {node} · {_shown(run_dir)}")
+    console.tell("info", f"{run_dir.name} · {counted(world_size, 'rank')} on {node} · {_shown(run_dir)}")
     code = RunExit.INTERNAL
     try:
         async with ControlSocket(run_dir, private_dir, supervisor):

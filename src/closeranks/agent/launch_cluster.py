@@ -32,7 +32,7 @@ from closeranks.controller.credentials import AGENT, CONTROLLER, load, mint
 from closeranks.engines import engine_for
 from closeranks.engines.base import Engine, JobSpec, Join
 from closeranks.errors import ConfigError
-from closeranks.events import signal_name
+from closeranks.events import counted, signal_name
 
 if TYPE_CHECKING:
     from closeranks.agent.console import Console
@@ -201,7 +201,7 @@ def _begin(seat: Seat, job: ClusterJob, console: Console, engine: Engine) -> Non
     )
     for notice in config.notices:
         console.tell("info", notice)
-    nodes = f"{spec.max_nodes} node(s)" + (f" and {spec.spares} spare(s)" if spec.spares else "")
+    nodes = counted(spec.max_nodes, "node") + (f" and {counted(spec.spares, 'spare')}" if spec.spares else "")
     console.tell("info", f"{spec.job_id} · {nodes} from the {engine.name} engine · {spec.run_dir}")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from closeranks.agent import guard, procfs
-from closeranks.events import signal_name
+from closeranks.events import counted, signal_name
 
 if TYPE_CHECKING:
     from closeranks.agent.supervisor import Supervisor
@@ -60,7 +60,7 @@ class Signals:
         for rank in handlers:
             rank.send_signal(number)
         if handlers:
-            self._owner.console.tell("info", f"{name} passed on to {len(handlers)} rank(s)")
+            self._owner.console.tell("info", f"{name} passed on to {counted(len(handlers), 'rank')}")
         else:
             text = f"{name} ignored: no rank has a handler for it, and it would kill them"
             self._owner.console.tell("warning", text)

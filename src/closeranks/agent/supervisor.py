@@ -27,6 +27,7 @@ from closeranks.agent.starter import Starter
 from closeranks.agent.watch import Watch
 from closeranks.agent.world import Placement, Rank, World
 from closeranks.config import RunConfig
+from closeranks.diagnose.text import fold_ranks
 from closeranks.errors import CloseranksError, UsageError
 from closeranks.events import (
     Action,
@@ -250,9 +251,9 @@ class Supervisor:
             rank.send_signal(signal.SIGCONT)  # a stopped rank can handle it only when it runs
         left = await world.wait_dead(self.config.shutdown_timeout_s)
         if left and world is self.world:
-            names = ", ".join(str(rank.rank) for rank in left)
+            names = fold_ranks(rank.rank for rank in left)
             grace_s = self.config.shutdown_timeout_s
-            self.notice(f"rank {names} did not end within {grace_s:g} s of {signal_name(number)}: killed")
+            self.notice(f"{names} did not end within {grace_s:g} s of {signal_name(number)}: killed")
         if all(rank.exit is not None and rank.exit.ok for rank in world.ranks):
             self.dispatch(AllRanksSucceeded(generation))
         else:

@@ -46,7 +46,8 @@ def main(args: argparse.Namespace) -> int:
         print(json.dumps(answer))
     elif answer.get("ok"):
         spares = answer.get("spares")
-        then = f"{spares} spare(s) can take its place" if spares else "there is no spare to take its place"
+        can = f"{spares} spare can" if spares == 1 else f"{spares} spares can"
+        then = f"{can} take its place" if spares else "there is no spare to take its place"
         if not answer.get("seated"):
             then = "it was a spare, and is released at once"
         print(f"node {args.node} drains within {answer.get('deadline_s'):g} s; {then}")

@@ -33,6 +33,7 @@ __all__ = [
     "Stop",
     "backoff_s",
     "check_budget_config",
+    "headline",
     "judge",
     "one_line",
     "progressed",
@@ -48,6 +49,15 @@ _SCRIPT_ERRORS = frozenset({FailureKind.EXCEPTION, FailureKind.EXIT_CODE, Failur
 # Nothing the script did: the same script gets farther next time. Out of memory is not among them, as a leak
 # or too large a batch comes back at the same step.
 _EXTERNAL = frozenset({FailureKind.SIGNAL, FailureKind.STOPPED, FailureKind.NODE_LOST})
+# What a generation failed of, where it isn't one rank that did it.
+_ABOUT_ALL = {
+    FailureKind.DESYNC: "ranks are in different collectives",
+    FailureKind.DEADLOCK: "ranks wait for ever",
+    FailureKind.HANG_TIMEOUT: "nothing moved for --hang-timeout",
+    FailureKind.INIT_STALL: "process-group init stalled",
+    FailureKind.LAUNCH: "a rank could not be started",
+    FailureKind.NODE_LOST: "a node was lost",
+}
 _FAILED = 1  # no code of the script's own to pass on; what torchrun ends with, too
 
 
@@ -213,17 +223,23 @@ def _stop_for_script_error(before: Budget, failure: Failure) -> Stop | None:
     at_start = failure.generation == 0 and failure.startup and not failure.durable_progress
     # A native crash at start-up gets a second try: a broken GPU or driver looks the same as broken code.
     if at_start and failure.kind is not FailureKind.CRASH:
+        when = "before any step was seen" if failure.collectives else "at start-up, before its first step"
         reason = (
-            f"the script failed at start-up, before its first step ({_describe(failure)}), and a restart "
-            f"would only repeat that; fix the script: its own error is in {_where(failure)}"
+            f"the script failed {when} ({_describe(failure)}), and a restart would only repeat that; "
+            f"fix the script: {_its_words(failure)}"
         )
+        if failure.collectives:
+            reason += "; if it makes steps that can't be seen from outside, let it call closeranks.step()"
         return Stop(_exit_code(failure), reason)
     if not _is_repeat(before, failure):
         return None
+    place = _describe(failure)
+    if not failure.collectives:
+        step = before.step_of(failure.signature)
+        place += f"; before: at step {step}, each counted from its generation's start"
     reason = (
-        f"the script failed twice in the same way ({_describe(failure)}; before: at step "
-        f"{before.step_of(failure.signature)}, each counted from its generation's start) with nothing saved "
-        f"in between, so a restart would repeat it; fix the script: its own error is in {_where(failure)}"
+        f"the script failed twice in the same way ({place}) with nothing saved in between, so a restart "
+        f"would repeat it; fix the script: {_its_words(failure)}"
     )
     return Stop(_exit_code(failure), reason)
 
@@ -306,14 +322,42 @@ def _exit_code(failure: Failure) -> int:
     return own if failure.kind in _SCRIPT_ERRORS else _FAILED
 
 
+def headline(failure: Failure) -> str:
+    """What happened, as the beginning of a sentence about what follows from it."""
+    signature = one_line(failure.signature) or failure.kind.value
+    error, at, place = signature.rpartition(" at ")
+    happened = {
+        FailureKind.EXCEPTION: f"raised {error}{at}{place.rpartition('/')[2]}",
+        FailureKind.EXIT_CODE: f"ended with {signature}",
+        FailureKind.SIGNAL: f"was killed by {signature}",
+        FailureKind.CRASH: f"crashed with {signature}",
+        FailureKind.OUT_OF_MEMORY: "was killed for memory",
+        FailureKind.STOPPED: "was stopped",
+        FailureKind.EARLY_EXIT: "ended before the others",
+    }.get(failure.kind)
+    if failure.rank is not None and happened is not None:
+        return f"rank {failure.rank} {happened}"
+    who = "" if failure.rank is None else f"rank {failure.rank}: "
+    return who + _ABOUT_ALL.get(failure.kind, failure.kind.value.replace("_", " "))
+
+
 def _describe(failure: Failure) -> str:
     who = "no single rank" if failure.rank is None else f"rank {failure.rank}"
     what = failure.kind.value.replace("_", " ")
     signature = one_line(failure.signature)
     if signature:
         what = signature if signature.startswith(what) else f"{what}: {signature}"
-    return f"generation {failure.generation}, {who}, {what}, at step {failure.step}"
+    number = failure.collectives
+    at = f"after {number} collective{'s' * (number != 1)}" if number else f"at step {failure.step}"
+    return f"generation {failure.generation}, {who}, {what}, {at}"
 
 
 def _where(failure: Failure) -> str:
-    return f"incidents/{one_line(failure.incident_id)}"
+    return f"incident {one_line(failure.incident_id)}"
+
+
+def _its_words(failure: Failure) -> str:
+    """Only an exception leaves an error that can be shown."""
+    if failure.kind is FailureKind.EXCEPTION:
+        return f"its own error is in {_where(failure)}"
+    return f"see {_where(failure)} and what it printed"
