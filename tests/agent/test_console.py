@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,24 @@ def test_an_incident_says_how_long_the_next_generation_waits(monkeypatch: pytest
 def test_files_that_could_not_be_written_are_not_pointed_at(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "files" in Terminal(monkeypatch).incident()
     assert "files" not in Terminal(monkeypatch).incident(None)
+
+
+def test_a_script_that_refuses_its_command_line_gets_a_line_and_no_screen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tail = ("usage: train.py [-h]", "train.py: error: argument --steps: invalid int value: 'many'")
+    refused = replace(
+        KILLED, ranks=(RankEvidence(0, 100, exit=ExitStatus(code=2), exit_mono_ns=90, log_tail=tail),)
+    )
+    terminal = Terminal(monkeypatch)
+    said = "incident 0001: rank 0 exited with code 2, after a usage message of its own · incidents/0001"
+    for following in (None, 1):
+        terminal.said.clear()
+        terminal.console.incident(
+            refused, diagnose(refused), Path("incidents/0001"), next_generation=following, injected=False
+        )
+        assert (said in terminal.text) == (following is None)
+        assert ("confidence" in terminal.text) == (following is not None)
 
 
 def test_one_that_was_asked_for_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from closeranks.config import DEFAULT_RUNS_DIR
 from closeranks.controller.runs import JOURNAL_NAME
 from closeranks.diagnose import screen
+from closeranks.diagnose.text import clean
 from closeranks.events import Finish
 from closeranks.evidence import Evidence, Verdict
 
@@ -55,8 +56,17 @@ class Console:
         injected: bool,
         delay_s: float = 0.0,
     ) -> None:
-        """The incident's screen. ``directory``: its files, None where they couldn't be written; ``delay_s``:
-        how long the next generation waits; ``injected``: it was asked for."""
+        """The incident's screen, or one line where the script refused its command line and said so itself.
+
+        ``directory``: its files, None where they couldn't be written; ``delay_s``:
+        how long the next generation waits; ``injected``: it was asked for.
+        """
+        where = _shown(directory) if directory is not None else ""
+        if next_generation is None and (verdict.leaf, verdict.kind) == ("app.config", "rank_exit"):
+            files = f" · {where}" if where else ""
+            said = f"{verdict.summary}, after a usage message of its own{files}"
+            self.tell("error", clean(f"incident {evidence.incident_id}: {said}", 400))
+            return
         width = shutil.get_terminal_size((100, 24)).columns if self._colour else 100
         next_step = f"generation {next_generation}" if next_generation is not None else "the job stops"
         if delay_s:
@@ -67,7 +77,7 @@ class Console:
             width=max(60, min(width, 120)),
             colour=self._colour,
             next_step=f"{next_step} · injected" if injected else next_step,
-            run_hint=_shown(directory) if directory is not None else "",
+            run_hint=where,
             clock=time.strftime("%H:%M:%S"),
         )
         if not self._unicode:

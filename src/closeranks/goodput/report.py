@@ -19,6 +19,7 @@ MIN_WIDTH = 76
 MAX_WIDTH = 160
 _WIDE = 110  # from here on an incident's phases are columns, below they are a line of their own
 _MAX_CAUSES = 5
+_ETTR = "ETTR, effective training time ratio: the share of productive time"
 
 # Bucket: ASCII, block character without colours, colour of the 256.
 _LOOKS = {
@@ -286,6 +287,7 @@ def _buckets(summary: RunSummary, page: _Page) -> list[str]:
     for row in range(height):
         line = "    ".join(entries[i] for i in range(row, len(entries), height))
         lines.append(line)
+    lines.append(page.dim(page.fit(_ETTR, inner)))
     return lines
 
 
