@@ -109,7 +109,7 @@ def launch(config: RunConfig) -> int:
     from closeranks.controller.runs import create_run_dir
 
     watched = guard.hold_signals(config.signals_to_handle)
-    run_dir = create_run_dir(Path(config.runs_dir), config.job_name or Path(config.entrypoint.target).stem)
+    run_dir = create_run_dir(Path(config.runs_dir), config.job_name or config.entrypoint.name)
     private_dir = PrivateDir.make(run_dir.name)
 
     def agent(guard_pid: int) -> int:

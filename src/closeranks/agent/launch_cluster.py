@@ -84,7 +84,7 @@ def launch_cluster(config: RunConfig, run_argv: tuple[str, ...]) -> int:
     from closeranks.controller.runs import create_run_dir
 
     watched = guard.hold_signals(config.signals_to_handle)
-    run_dir = create_run_dir(Path(config.runs_dir), config.job_name or Path(config.entrypoint.target).stem)
+    run_dir = create_run_dir(Path(config.runs_dir), config.job_name or config.entrypoint.name)
     spec = job_spec(config, run_argv, run_dir)
     address = engine_for(config.engine or "", spec).listen_address()
     private_dir = PrivateDir.make(run_dir.name)
