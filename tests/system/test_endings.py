@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from system.rig import Run, script
+from conftest import Finished
+from system.rig import SOON_S, Run, Start, script
 
 
 @pytest.mark.torch
@@ -91,3 +96,56 @@ def test_the_line_about_a_restart_says_what_it_is_for(run: Run, tmp_path: Path) 
     done, _ = run("--nproc-per-node", 2, path)
     assert done.returncode == 0
     assert "rank 1 was killed by SIGKILL: restarting all ranks" in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+def test_a_report_of_a_run_that_filled_its_disk_says_that_it_is_incomplete(
+    run: Run, run_closeranks: Callable[..., Finished], tmp_path: Path
+) -> None:
+    small = tmp_path / "runs"
+    small.mkdir()
+    if os.system(f"mount -t tmpfs -o size=300k tmpfs '{small}' 2>/dev/null") != 0:
+        pytest.skip("may not mount")
+    path = script(
+        tmp_path,
+        """
+        import contextlib, os, signal, sys, time
+        with contextlib.suppress(OSError), open(sys.argv[1] + "/" + os.environ["RANK"], "ab", 0) as file:
+            while True:
+                file.write(bytes(64))
+        time.sleep(0.5)
+        if os.environ["CLOSERANKS_GENERATION"] == "0" and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        """,
+    )
+    try:
+        done, _ = run("--nproc-per-node", 2, path, small)
+        report = " ".join(run_closeranks("report", "--log-dir", small).stdout.split())
+        told = json.loads(run_closeranks("report", "--log-dir", small, "--json").stdout)
+    finally:
+        os.system(f"umount '{small}'")
+    assert done.returncode == 0, done.stderr
+    assert "can't write" in done.stderr, "the incident's files"
+    assert not re.search(r"^   files ", done.stderr, re.MULTILINE)
+    assert re.search(r"The journal is incomplete: its last \d+ records could not be written \(", report)
+    assert "1 incident is missing here" in report, report
+    assert "1 interruption ETTR" in report
+    assert "agent was killed" not in report and "interrupted" not in report
+    assert (told["outcome"], told["exit_code"], told["unrecorded_incidents"]) == ("finished", 0, 1)
+
+
+def test_a_run_whose_journal_has_its_end_leaves_nothing_else(run: Run, tmp_path: Path) -> None:
+    done, job = run(script(tmp_path, "import sys; sys.exit(3)"))
+    assert done.returncode == 3
+    assert not (job.run_dir / "ending.json").exists()
+
+
+def test_an_agent_that_was_killed_is_told_as_that(
+    start: Start, run_closeranks: Callable[..., Finished], tmp_path: Path
+) -> None:
+    job = start(script(tmp_path, "import time; print('ready'); time.sleep(600)"))
+    job.running.wait_for("ready")
+    os.kill(job.agent, signal.SIGKILL)
+    job.running.wait(SOON_S)
+    report = " ".join(run_closeranks("report", "--log-dir", job.runs).stdout.split())
+    assert "Interrupted: there is no final record: the agent was killed, or the machine went down." in report

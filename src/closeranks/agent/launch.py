@@ -162,12 +162,14 @@ async def _run(config: RunConfig, run_dir: Path, private_dir: Path, world_size: 
     # Here the zygote starts, before our own imports: torch's take the longest, and another core can do them.
     await asyncio.sleep(0)
     from closeranks.agent.console import Console
+    from closeranks.agent.ending import Ending, what_is_missing
     from closeranks.agent.logs import LogPump
     from closeranks.agent.supervisor import Supervisor
     from closeranks.controller.job import JobController
     from closeranks.controller.journal import Journal
     from closeranks.controller.runs import JOURNAL_NAME
 
+    ending = Ending(run_dir)
     journal = Journal.create(run_dir / JOURNAL_NAME)
     controller = JobController(journal, config.budget)
     node = socket.gethostname()
@@ -208,6 +210,12 @@ async def _run(config: RunConfig, run_dir: Path, private_dir: Path, world_size: 
     finally:
         finish_output(pump)
         journal.close()
+        ending.conclude(
+            supervisor.finish,
+            stopped=supervisor.stop_signal is not None,
+            incidents=supervisor.incidents.count,
+            missing=what_is_missing(journal.backlog, journal.problem),
+        )
         shutil.rmtree(private_dir, ignore_errors=True)  # the guard does so too, if it lives
     return code
 

@@ -94,15 +94,17 @@ def _incident(args: argparse.Namespace) -> str:
 
 
 def _summary(run: Path) -> RunSummary:
+    from closeranks.agent.ending import load_ending
     from closeranks.controller.journal import read, writer_alive
     from closeranks.controller.runs import JOURNAL_NAME
+    from closeranks.goodput.ending import concluded
     from closeranks.goodput.fold import fold
 
     path = run / JOURNAL_NAME
     live = writer_alive(path)  # asked first: a run that ends while we read has then its last record
     damage: list[str] = []
     summary = fold(_tolerant(read(path, max_progress=_PROGRESS), damage), job=run.resolve().name, live=live)
-    return dataclasses.replace(summary, notes=(*summary.notes, *damage))
+    return concluded(dataclasses.replace(summary, notes=(*summary.notes, *damage)), load_ending(run))
 
 
 def _tolerant(records: Iterable[Record], damage: list[str]) -> Iterator[Record]:
@@ -137,7 +139,7 @@ def _row(run: Path) -> dict[str, Any]:
         "outcome": summary.outcome.value,
         "exit_code": summary.exit_code,
         "elapsed_s": summary.elapsed_s,
-        "incidents": len(summary.incidents),
+        "incidents": len(summary.incidents) + summary.unrecorded_incidents,
         "ettr": summary.ettr,
         "ettr_max": summary.ettr_max,
     }

@@ -234,7 +234,7 @@ def _header(summary: RunSummary, page: _Page) -> list[str]:
     command = page.fit(command, inner - _width(tail) - len(page.dot))
     lines.append(page.dot.join(part for part in (command, tail) if part))
     began = _utc(summary.started_wall_ns, "%Y-%m-%d %H:%M:%S UTC")
-    count = len(summary.incidents)
+    count = len(summary.incidents) + summary.unrecorded_incidents
     facts = [f"started {began}", duration(summary.elapsed_s)]
     facts.append(f"{count or 'no'} interruption{'s' * (count != 1)}")
     lines.append(page.fit(page.dot.join(facts), inner))
@@ -428,9 +428,10 @@ def _causes(summary: RunSummary, page: _Page) -> list[str]:
 def _notes(summary: RunSummary) -> list[str]:
     notes = list(summary.notes)
     if summary.outcome is Outcome.INTERRUPTED:
-        notes.append(
-            "Interrupted: there is no final record, so the agent was killed; times end at its last one."
-        )
+        why = "the agent was killed, or the machine went down"
+        if not summary.killed:
+            why = "the agent was killed, or its last records could not be written"
+        notes.append(f"Interrupted: there is no final record: {why}. Times end at the last one.")
     if summary.unknown_work_ns and any(g.steps for g in summary.generations):
         notes.append(
             "No checkpoint was seen, so how much work was done twice can't be known: ETTR is a range. "
@@ -471,5 +472,6 @@ def to_json(summary: RunSummary) -> dict[str, Any]:
         "generations_omitted": summary.generations_omitted,
         "incidents": [{**asdict(incident), "down_s": incident.down_s} for incident in summary.incidents],
         "dropped_records": summary.dropped_records,
+        "unrecorded_incidents": summary.unrecorded_incidents,
         "notes": _notes(summary),
     }
