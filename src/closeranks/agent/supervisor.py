@@ -231,7 +231,7 @@ class Supervisor:
         stuck = [rank.pid for rank in left] + strays
         if stuck:
             self.notice(
-                f"{len(stuck)} process(es) can't be killed and stay behind, stuck in the kernel (state D): "
+                f"{len(stuck)} process{'es' * (len(stuck) != 1)} can't be killed and stay behind, stuck in the kernel (state D): "
                 f"{stuck}; look at the storage or device they wait for (cat /proc/PID/stack)"
             )
         seconds = time.monotonic() - began
