@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -98,32 +101,61 @@ def test_the_line_about_a_restart_says_what_it_is_for(run: Run, tmp_path: Path) 
     assert "rank 1 was killed by SIGKILL: restarting all ranks" in done.stderr
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
-def test_a_report_of_a_run_that_filled_its_disk_says_that_it_is_incomplete(
-    run: Run, run_closeranks: Callable[..., Finished], tmp_path: Path
-) -> None:
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Where this test's run directories go: a disk of 300 KiB."""
     small = tmp_path / "runs"
     small.mkdir()
     if os.system(f"mount -t tmpfs -o size=300k tmpfs '{small}' 2>/dev/null") != 0:
         pytest.skip("may not mount")
+    yield small
+    os.system(f"umount '{small}'")
+
+
+@contextlib.contextmanager
+def filled(disk: Path) -> Iterator[None]:
+    """Nothing can be written there; what becomes free is taken as well."""
+    over = threading.Event()
+
+    def fill() -> None:
+        with (disk / "filler").open("ab", 0) as file:
+            while not over.wait(0.001):
+                with contextlib.suppress(OSError):
+                    while True:
+                        file.write(bytes(64))
+
+    filler = threading.Thread(target=fill)
+    filler.start()
+    try:
+        yield
+    finally:
+        over.set()
+        filler.join()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+def test_a_report_of_a_run_whose_disk_is_full_says_that_it_is_incomplete(
+    start: Start, run_closeranks: Callable[..., Finished], tmp_path: Path, small_disk: Path
+) -> None:
     path = script(
         tmp_path,
         """
-        import contextlib, os, signal, sys, time
-        with contextlib.suppress(OSError), open(sys.argv[1] + "/" + os.environ["RANK"], "ab", 0) as file:
-            while True:
-                file.write(bytes(64))
-        time.sleep(0.5)
+        import os, signal, sys, time
+        print("ready", os.environ["RANK"])
+        while not os.path.exists(sys.argv[1]):
+            time.sleep(0.01)
         if os.environ["CLOSERANKS_GENERATION"] == "0" and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
         """,
     )
-    try:
-        done, _ = run("--nproc-per-node", 2, path, small)
-        report = " ".join(run_closeranks("report", "--log-dir", small).stdout.split())
-        told = json.loads(run_closeranks("report", "--log-dir", small, "--json").stdout)
-    finally:
-        os.system(f"umount '{small}'")
+    job = start("--nproc-per-node", 2, path, tmp_path / "go")
+    job.running.wait_for("ready 1")
+    with filled(small_disk):
+        time.sleep(0.2)
+        (tmp_path / "go").touch()
+        done = job.running.wait()
+    report = " ".join(run_closeranks("report", "--log-dir", small_disk).stdout.split())
+    told = json.loads(run_closeranks("report", "--log-dir", small_disk, "--json").stdout)
     assert done.returncode == 0, done.stderr
     assert "can't write" in done.stderr, "the incident's files"
     assert not re.search(r"^   files ", done.stderr, re.MULTILINE)

@@ -231,8 +231,9 @@ class Supervisor:
         stuck = [rank.pid for rank in left] + strays
         if stuck:
             self.notice(
-                f"can't kill what is stuck in the kernel (state D), and leave it behind: pid "
-                f"{', '.join(map(str, stuck))}; look at the storage or device it waits for (cat /proc/PID/stack)"
+                "can't kill what is stuck in the kernel (state D), and leave it behind: pid "
+                f"{', '.join(map(str, stuck))}; look at the storage or device that it waits for "
+                "(cat /proc/PID/stack)"
             )
         seconds = time.monotonic() - began
         self.controller.note("killed", {"seconds": seconds, "leftovers": stuck}, generation=generation)
