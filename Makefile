@@ -1,6 +1,6 @@
 # Every target makes what it needs first, once: a virtual environment, torch, this package.
 #
-#   make demo        a training run that loses ranks and comes back (a minute)
+#   make demo        a training run that loses ranks and comes back (less than a minute)
 #   make test        the tests
 #   make test-slow   those that take minutes: many kills in a row, the fault matrix
 #   make test-exhaustive  the rest of the fault matrix: every fault on each of eight ranks

@@ -34,6 +34,16 @@ class Entrypoint:
     def argv(self) -> tuple[str, ...]:
         return (self.target, *self.args)
 
+    @property
+    def name(self) -> str:
+        """What to call a run of it: ``train`` of ``jobs/train.py`` and of ``-m jobs.train``."""
+        if self.kind == "module":
+            parts = [part for part in self.target.split(".") if part not in ("", "__main__")]
+            return parts[-1] if parts else self.target
+        base = self.target.rstrip("/").rpartition("/")[2]
+        stem = base.rpartition(".")[0]
+        return stem or base
+
 
 @dataclass(frozen=True, slots=True)
 class BudgetConfig:

@@ -29,8 +29,14 @@ __all__ = [
     "StopGracefully",
     "StopRequested",
     "Tell",
+    "counted",
     "signal_name",
 ]
+
+
+def counted(number: int, what: str) -> str:
+    """``1 rank``, ``4 ranks``."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def signal_name(number: int) -> str:
@@ -133,7 +139,8 @@ class Failure:
     type and innermost script frame, exit code, crash signal); ``step`` is the culprit's number of
     completed steps in this generation; ``durable_progress`` says that a checkpoint was saved after at
     least one step of this generation, or that the script's own step number passed all earlier ones.
-    ``startup`` is true when the culprit had completed no step.
+    ``startup`` is true when the culprit had completed no step. ``collectives``: of a culprit of which no step
+    was seen as such, how many collectives of the default group it had completed.
     """
 
     generation: int
@@ -145,6 +152,7 @@ class Failure:
     startup: bool
     durable_progress: bool
     exit_code: int
+    collectives: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import io
+import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from closeranks.agent.console import Console
+from closeranks.cli.main import main
+from closeranks.controller.journal import Journal
+from closeranks.controller.runs import create_run_dir
 from closeranks.diagnose import diagnose
 from closeranks.events import ExitStatus, Finish
 from closeranks.evidence import Evidence, RankEvidence, Trigger
@@ -36,10 +42,11 @@ class Terminal:
     def text(self) -> str:
         return b"".join(self.said).decode()
 
-    def incident(self, *, next_generation: int | None = 1, injected: bool = False) -> str:
-        self.console.incident(
-            KILLED, diagnose(KILLED), Path("runs/x"), next_generation=next_generation, injected=injected
-        )
+    def incident(
+        self, directory: Path | None = Path("runs/x"), *, next_generation: int | None = 1, **more: Any
+    ) -> str:
+        more = {"injected": False, **more}
+        self.console.incident(KILLED, diagnose(KILLED), directory, next_generation=next_generation, **more)
         return self.text
 
 
@@ -54,6 +61,34 @@ def test_quiet_leaves_what_matters(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_incident_says_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     terms = Terminal(monkeypatch).incident().splitlines()[2]
     assert terms.endswith("generation 1") and "restart" in terms
+
+
+def test_an_incident_says_how_long_the_next_generation_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    terms = Terminal(monkeypatch).incident(delay_s=0.5).splitlines()[2]
+    assert terms.endswith("generation 1 in 0.5 s") and "restart" in terms
+
+
+def test_files_that_could_not_be_written_are_not_pointed_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "files" in Terminal(monkeypatch).incident()
+    assert "files" not in Terminal(monkeypatch).incident(None)
+
+
+def test_a_script_that_refuses_its_command_line_gets_a_line_and_no_screen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tail = ("usage: train.py [-h]", "train.py: error: argument --steps: invalid int value: 'many'")
+    refused = replace(
+        KILLED, ranks=(RankEvidence(0, 100, exit=ExitStatus(code=2), exit_mono_ns=90, log_tail=tail),)
+    )
+    terminal = Terminal(monkeypatch)
+    said = "incident 0001: rank 0 exited with code 2, after a usage message of its own · incidents/0001"
+    for following in (None, 1):
+        terminal.said.clear()
+        terminal.console.incident(
+            refused, diagnose(refused), Path("incidents/0001"), next_generation=following, injected=False
+        )
+        assert (said in terminal.text) == (following is None)
+        assert ("confidence" in terminal.text) == (following is not None)
 
 
 def test_one_that_was_asked_for_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,8 +116,32 @@ def test_the_last_line_leads_to_a_report_where_there_is_something_in_it(
     terminal = Terminal(monkeypatch)
     terminal.console.finished(Finish(code, "so it ended"), 12.34, incidents, tmp_path)
     assert "so it ended · 12.3 s" in terminal.text
-    assert (f"closeranks report {tmp_path.name}" in terminal.text) == hint
+    assert (f"closeranks report {tmp_path}" in terminal.text) == hint
     assert ("error: " in terminal.text) == bool(code)
+
+
+@pytest.mark.parametrize(
+    ("runs", "expected"),
+    [
+        ("closeranks-runs", "NAME"),
+        ("mine", "mine/NAME"),
+        ("with a space", "'with a space/NAME'"),
+        ("..", "{elsewhere}/NAME"),
+    ],
+)
+def test_the_hint_works_as_it_is_printed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runs: str, expected: str
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    run_dir = create_run_dir(Path(runs).resolve(), "train")
+    Journal.create(run_dir / "journal.db").close()
+    terminal = Terminal(monkeypatch)
+    terminal.console.finished(Finish(1, "so it ended"), 12.34, 1, run_dir)
+    printed = terminal.text.rpartition(" · ")[2].strip()
+    assert printed == "closeranks report " + expected.format(elsewhere=tmp_path).replace("NAME", run_dir.name)
+    assert main(shlex.split(printed)[1:]) == 0
 
 
 def test_a_bug_of_ours_is_told_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from closeranks.cli.main import main
 from closeranks.controller.journal import Journal
-from closeranks.controller.runs import create_run_dir
+from closeranks.controller.runs import create_run_dir, fallback_runs_dir
 
 S = 10**9
 WALL = 1_796_041_615 * S
@@ -297,3 +297,43 @@ def test_a_large_journal_takes_seconds(runs: Path, capsys: pytest.CaptureFixture
     assert main(["report"]) == 0
     assert time.monotonic() - started < 60
     assert "5h 35m" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("here", ["nothing", "an empty directory", "a file"])
+def test_a_run_that_had_to_go_elsewhere_is_found_where_there_is_none_here(
+    runs: Path, here: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if here == "an empty directory":
+        runs.mkdir()
+    elif here == "a file":
+        runs.touch()
+    run = write_run(fallback_runs_dir())
+    assert main(["report"]) == 0
+    captured = capsys.readouterr()
+    assert run.name in captured.out
+    assert f"runs that had to go elsewhere: {fallback_runs_dir()}" in captured.err
+    assert main(["report", str(run)]) == 0
+    assert capsys.readouterr().err == "", "a path needs no place"
+
+
+def test_runs_here_come_before_those_elsewhere(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(fallback_runs_dir(), "elsewhere.py")
+    run = write_run(runs)
+    assert main(["report"]) == 0
+    captured = capsys.readouterr()
+    assert run.name in captured.out
+    assert captured.err == ""
+
+
+@pytest.mark.parametrize("verb", [["report"], ["inject", "kill"], ["drain", "node1"]], ids=lambda v: v[0])
+def test_the_name_that_run_has_for_the_directory_is_taken_too(
+    runs: Path, verb: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(runs.parent / "mine")
+    code = main([*verb, "--log-dir", "mine"])
+    captured = capsys.readouterr()
+    if verb == ["report"]:
+        assert (code, run.name in captured.out) == (0, True)
+    else:
+        assert code == 2
+        assert f"no job is running in {run}" in captured.err

@@ -89,6 +89,10 @@ def test_missing_script_nearest_named(here: Path) -> None:
     assert refused("trian.py", cwd=here) == "there is no script 'trian.py'; did you mean train.py?"
     assert refused("train", cwd=here) == "there is no script 'train'; did you mean train.py?"
     assert refused("./Train.py", cwd=here) == "there is no script './Train.py'; did you mean train.py?"
+    (here / "osexit.py").touch()
+    assert refused("nope.py", cwd=here) == f"there is no script 'nope.py' in {here}", (
+        "'.py' alone is not near"
+    )
     assert refused("zzz.py", cwd=here) == f"there is no script 'zzz.py' in {here}"
     assert "there is no directory 'src' to hold the script x.py" in refused("src/x.py", cwd=here)
     assert "there is no script ''" in refused("", cwd=here)
@@ -211,6 +215,21 @@ def test_nothing_of_the_script_is_executed(here: Path) -> None:
 # --- modules and programs ---------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("kind", "target", "expected"),
+    [
+        ("script", "jobs/train.py", "train"),
+        ("script", "jobs/", "jobs"),
+        ("script", ".hidden", ".hidden"),
+        ("command", "/bin/true", "true"),
+        ("module", "torch.utils.collect_env", "collect_env"),
+        ("module", "jobs.train.__main__", "train"),
+    ],
+)
+def test_what_a_run_is_called(kind: str, target: str, expected: str) -> None:
+    assert Entrypoint(kind, target).name == expected
+
+
 def test_modules(here: Path) -> None:
     assert start("-m", "train", cwd=here).returncode == 42
     assert start("-m", "json.tool", cwd=here).returncode == 42
@@ -226,6 +245,16 @@ def test_modules(here: Path) -> None:
     assert refused("-m", "parts", cwd=here) == (
         "parts is a package without __main__.py; name a module in it: -m parts.NAME"
     )
+    (here / "parts" / "training.py").touch()
+    assert refused("-m", "parts.trainign", cwd=here) == (
+        f"there is no module parts.trainign in {here}/parts; did you mean parts.training?"
+    )
+    assert refused("-m", "parts.nope.x", cwd=here) == f"there is no module parts.nope in {here}/parts"
+    assert start("-m", "parts.training", cwd=here).returncode == 42
+    assert refused("-m", "torch.nope", cwd=here).startswith("there is no module torch.nope in ")
+    assert start("-m", "torch.utils.collect_env", cwd=here).returncode == 42
+    (here / "parts" / "__init__.py").write_text("__path__.append('elsewhere')\n")
+    assert start("-m", "parts.nope", cwd=here).returncode == 42, "its own code knows where its modules are"
     (here / "parts" / "__main__.py").touch()
     assert start("-m", "parts", cwd=here).returncode == 42
     assert "-m takes a module's name such as package.train" in refused("-m", "a/b", cwd=here)

@@ -84,7 +84,7 @@ def test_what_a_person_sees() -> None:
     assert lines[1].startswith("   rank 1 was stopped by a signal (SIGSTOP")
     assert lines[1].endswith("confidence 98 %")
     assert any("app.hang · frozen_process · restart in place" in line for line in lines)
-    assert "ranks 0,2-7  waits in all_reduce #13 of the default group, train.py:57" in shown
+    assert "ranks 0,2-7  wait in all_reduce #13 of the default group, train.py:57" in shown
     assert "rank 1's stack: train.py:50 train ← train.py:80 main" in shown
     assert "state T for 1.5 s" in shown
 
@@ -93,7 +93,7 @@ def test_both_sides_of_a_mismatch_are_shown() -> None:
     evidence = cases()["skip"]
     shown = render(evidence, diagnose(evidence))
     assert "rank 2 skipped all_reduce #52 of the default group (step 13, train.py:57)" in shown
-    assert "ranks 1,3  waits in all_reduce #52 of the default group, train.py:57" in shown
+    assert "ranks 1,3  wait in all_reduce #52 of the default group, train.py:57" in shown
     assert "was killed by SIGABRT: op.preamble.length <= op.nbytes. 1000 vs 4" in shown
 
 
@@ -160,3 +160,20 @@ def test_unknown_says_what_is_missing_and_accuses_nobody() -> None:
     shown = render(evidence, diagnose(evidence))
     assert "lacks the end of the rank that the others lost" in shown
     assert "lost a peer: Connection closed by peer [127.0.0.1]:30134" in shown
+
+
+def test_frames_of_our_own_hooks_are_not_shown() -> None:
+    """An injected exception is raised inside of them: the script's own line is what people look for."""
+    ours = "".join(
+        f'  File "/opt/site-packages/closeranks/worker/{name}.py", line 7, in f\n    call()\n    ^^^^\n'
+        for name in ("hooks_training", "faults", "hooks_collectives")
+    )
+    own = f'  File "{SCRIPT}", line 57, in main\n    optimizer.step()\n'
+    chained = "\nThe above exception was the direct cause of the following exception:\n\n"
+    trace = f"Traceback (most recent call last):\n{own}{ours}KeyError: 1\n{chained}"
+    trace += f"Traceback (most recent call last):\n{own}{ours}ValueError: bad batch\n"
+    evidence = raising(trace)
+    shown = render(evidence, diagnose(evidence), width=100)
+    assert "closeranks/worker" not in shown and "call()" not in shown
+    assert shown.count("optimizer.step()") == 2
+    assert "KeyError: 1" in shown and "The above exception" in shown

@@ -39,6 +39,7 @@ SCREEN = """
   ▒ start-up     2.00 s    3.3 %    ┄ evidence      76 ms    0.1 %
   ▓ restart      0.18 s    0.3 %    ┃ kill          21 ms   <0.1 %
   ░ lost work    7.60 s   12.6 %
+  ETTR, effective training time ratio: the share of productive time
 
   Generations
    gen  started   first step          ran      steps      lost  ended

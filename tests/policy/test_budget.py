@@ -20,6 +20,7 @@ from closeranks.policy.budget import (
     Stop,
     backoff_s,
     check_budget_config,
+    headline,
     judge,
     one_line,
     progressed,
@@ -90,7 +91,43 @@ def test_a_start_up_error_stops_at_once_with_the_scripts_code(kind):
     assert "start-up" in stop.reason
     assert "rank 2" in stop.reason
     assert "ValueError at train.py:12" in stop.reason
-    assert "incidents/0007" in stop.reason
+    assert "incident 0007" in stop.reason
+    assert ("its own error is in" in stop.reason) == (kind is FailureKind.EXCEPTION)
+
+
+def test_an_error_after_collectives_is_not_told_as_one_before_the_first_step():
+    """A loop without an optimizer: that no step was seen doesn't mean that none was made."""
+    stop = last_stop([failure(step=0, collectives=6)])
+    assert stop.exit_code == 3
+    assert "before any step was seen" in stop.reason and "after 6 collectives" in stop.reason
+    assert "closeranks.step()" in stop.reason
+    assert "first step" not in stop.reason and "at step" not in stop.reason
+    again = last_stop([killed(), failure(step=0, collectives=1), failure(step=0, collectives=1)]).reason
+    assert "after 1 collective)" in again and "at step" not in again
+
+
+@pytest.mark.parametrize(
+    ("kind", "signature", "expected"),
+    [
+        (FailureKind.SIGNAL, "SIGKILL", "rank 2 was killed by SIGKILL"),
+        (
+            FailureKind.EXCEPTION,
+            "ValueError at /home/u/train.py:12",
+            "rank 2 raised ValueError at train.py:12",
+        ),
+        (FailureKind.EXIT_CODE, "exit code 3", "rank 2 ended with exit code 3"),
+        (FailureKind.DESYNC, "skip at train.py:9", "rank 2: ranks are in different collectives"),
+    ],
+)
+def test_a_headline_says_what_happened(kind, signature, expected):
+    assert headline(failure(kind, signature=signature)) == expected
+
+
+@pytest.mark.parametrize("kind", list(FailureKind))
+@pytest.mark.parametrize("rank", [None, 2])
+def test_every_failure_has_a_headline(kind, rank):
+    told = headline(failure(kind, rank=rank, signature=""))
+    assert told.isprintable() and (rank is None or "rank 2" in told)
 
 
 def test_a_native_crash_at_start_up_gets_one_more_try():
@@ -302,10 +339,19 @@ def test_an_init_stall_is_retried_at_once_and_only_so_often_in_a_row():
     assert "4 times in a row" in stop.reason
 
 
-def test_an_init_stall_costs_no_restart_and_no_delay_even_where_none_is_allowed():
-    budget, rulings = run([stall()] * 3, BudgetConfig(max_restarts=0))
+def test_an_init_stall_costs_no_restart_and_no_delay():
+    budget, rulings = run([stall()] * 3)
     assert [ruling.delay_s for ruling in rulings if isinstance(ruling, Restart)] == [0.0] * 3
     assert budget.restarts == 0
+
+
+def test_an_explicit_total_bounds_retries_of_init_stalls_too():
+    stop = last_stop([stall()], BudgetConfig(max_restarts=0))
+    assert stop.exit_code == 1
+    assert "--max-restarts 0 allows no restart" in stop.reason
+    assert last_stop([stall(), stall()], BudgetConfig(max_restarts=1)).exit_code == RunExit.BUDGET_SPENT
+    assert last_stop([stall(), killed(1), stall()], BudgetConfig(max_restarts=2)).exit_code == 91
+    assert last_stop([stall()] * 4, BudgetConfig(max_restarts=9)).exit_code == RunExit.NO_PROGRESS
 
 
 def test_any_other_failure_in_between_starts_the_count_of_stalls_again():

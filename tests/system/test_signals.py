@@ -7,8 +7,9 @@ import os
 import pty
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,8 @@ def test_a_signal_stops_the_ranks_and_is_the_exit_code(start: Start, tmp_path: P
     assert done.returncode == 128 + number
     for rank in (0, 1):
         assert f"rank {rank} got {name}" in job.text("out", rank)
-    assert f"stopped by {name}" in done.stderr
+    assert f"stopped by {name} · " in done.stderr
+    assert done.stderr.count("stop") == 2, "one line when it is asked for, one at the end"
     assert "Traceback" not in done.stderr
     assert "incident" not in done.stderr.replace("0 incidents", "")
     job.assert_gone()
@@ -83,14 +85,14 @@ def test_what_ignores_the_signal_is_killed_after_the_grace(start: Start, tmp_pat
     done = job.running.wait(SOON_S)
     assert time.monotonic() - began >= 1.0
     assert done.returncode == 143
-    assert "rank 0, 1 did not end within 1 s of SIGTERM: killed" in done.stderr
+    assert "ranks 0,1 did not end within 1 s of SIGTERM: killed" in done.stderr
     job.assert_gone()
 
 
 def test_the_second_ctrl_c_doesnt_wait(start: Start, tmp_path: Path) -> None:
     job = ready(start("--nproc-per-node", 2, script(tmp_path, STUBBORN)), 2)
     os.kill(job.guard, signal.SIGINT)
-    job.running.wait_for("told to stop")
+    job.running.wait_for("stopping the ranks")
     time.sleep(0.3)  # a second press within 0.2 s is taken for the echo of the first
     assert len(wait_for_ranks(job, 2)) == 2
     os.kill(job.guard, signal.SIGINT)
@@ -135,6 +137,46 @@ def test_a_signal_at_the_very_start_is_not_lost(start: Start, tmp_path: Path) ->
         job.assert_gone()
 
 
+# --- in the background of a script ------------------------------------------------------------------
+
+
+@pytest.fixture
+def sigint_ignored() -> Iterator[None]:
+    """As a shell without job control starts what it puts into the background."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("sigint_ignored")
+@pytest.mark.parametrize("how", [[], ["--no-zygote"], ["--no-python", sys.executable, "-u"]], ids=str)
+def test_sigint_stops_a_job_that_was_started_with_it_ignored(
+    start: Start, tmp_path: Path, how: list[str]
+) -> None:
+    job = ready(start("--nproc-per-node", 2, *how, script(tmp_path, WAITS)), 2)
+    began = time.monotonic()
+    os.kill(job.guard, signal.SIGINT)
+    done = job.running.wait(SOON_S)
+    assert done.returncode == 130
+    assert time.monotonic() - began < 10, "the ranks ended of it; their grace is 30 s"
+    assert "did not end" not in done.stderr
+    if "--no-python" not in how:
+        assert "KeyboardInterrupt" in job.text("err", 0)
+    job.assert_gone()
+
+
+@pytest.mark.usefixtures("sigint_ignored")
+def test_sigint_that_is_ignored_and_not_to_be_handled_stays_ignored(start: Start, tmp_path: Path) -> None:
+    job = ready(start("--signals-to-handle", "SIGTERM", script(tmp_path, WAITS)), 1)
+    pids = job.ranks()
+    os.kill(job.guard, signal.SIGINT)
+    time.sleep(0.5)
+    assert job.ranks() == pids
+    os.kill(job.guard, signal.SIGTERM)
+    assert job.running.wait(SOON_S).returncode == 143
+    job.assert_gone()
+
+
 # --- SIGUSR1 and SIGUSR2 ----------------------------------------------------------------------------
 
 
@@ -154,7 +196,7 @@ def test_sigusr1_goes_to_ranks_that_handle_it(start: Start, tmp_path: Path) -> N
     pids = job.ranks()
     os.kill(job.guard, signal.SIGUSR1)
     job.running.wait_for("saving")
-    job.running.wait_for("SIGUSR1 passed on to 1 rank(s)")
+    job.running.wait_for("SIGUSR1 passed on to 1 rank")
     assert job.ranks() == pids
     assert job.part("cr-zygote")
 

@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from closeranks import linux
@@ -37,10 +37,11 @@ _KILL_PAUSE_S = 0.01
 
 
 def watched_signals(names: Iterable[str]) -> set[int]:
-    """What the guard passes on: ``names`` and the usual ones, but no SIGHUP that is ignored, as by nohup."""
+    """What the guard passes on: ``names`` and the usual ones, but no SIGHUP or SIGINT that is ignored."""
     wanted: set[int] = {signal.Signals[name] for name in (*_FORWARDED, *names)}
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-        wanted.discard(signal.SIGHUP)
+    for number in (signal.SIGHUP, signal.SIGINT):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            wanted.discard(number)
     return wanted | {signal.SIGCHLD}
 
 
@@ -171,8 +172,15 @@ def _guard(
         return code
 
 
-def hold_signals(names: Iterable[str]) -> set[int]:
-    """From now on signals wait for the guard: what is made before it runs is not left behind."""
+def hold_signals(names: Collection[str]) -> set[int]:
+    """From now on signals wait for the guard: what is made before it runs is not left behind.
+
+    A shell without job control (a script, CI) starts what is in its background with SIGINT ignored. Nobody
+    has asked for that, so it is undone, for agent and ranks too: who sends SIGINT to this pid wants the job
+    to stop. nohup is asked for, and its ignored SIGHUP stays; so does SIGINT where ``names`` leaves it out.
+    """
+    if signal.SIGINT.name in names and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     watched = watched_signals(names)
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     return watched

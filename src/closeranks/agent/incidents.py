@@ -18,7 +18,7 @@ from closeranks.agent.world import World
 from closeranks.controller.incident_files import write_incident
 from closeranks.diagnose import codec, diagnose
 from closeranks.diagnose.outcome import detected_note, failure_of, kind_of_trigger
-from closeranks.events import Event, Failure, FailureKind
+from closeranks.events import Event, Failure, FailureKind, StartGeneration
 from closeranks.evidence import Evidence, Trigger, Verdict
 
 if TYPE_CHECKING:
@@ -131,26 +131,38 @@ class Incidents:
             self._owner.notice(problem)
 
     def show(self) -> None:
-        """Files and screens of what has been handled since the last call."""
-        shown, self._shown = self._shown, []
-        for captured, verdict in shown:
-            evidence = captured.evidence
-            directory = self._owner.run_dir / "incidents" / evidence.incident_id
-            world = self._owner.world
-            follows = (
-                world.generation if world is not None and world.generation > evidence.generation else None
-            )
-            if follows is None:
-                verdict = replace(verdict, action="no restart")
-            problem = write_incident(directory, evidence, verdict, captured.stacks, captured.native)
-            if problem:
-                self._owner.notice(problem)
-            public = {"incident_id": evidence.incident_id, "verdict": codec.public_verdict(verdict)}
-            self._owner.controller.note("verdict", public, generation=evidence.generation)
-            injected = bool(self._owner.faults.fired_in(evidence.generation))
-            self._owner.console.incident(
-                evidence, verdict, directory, next_generation=follows, injected=injected
-            )
+        """Files and screens of what has been handled since the last call, and is decided on."""
+        waiting, self._shown = self._shown, []
+        for captured, verdict in waiting:
+            generation = captured.evidence.generation
+            ordered, world = self._owner.ordered, self._owner.world
+            if world is not None and world.generation > generation:
+                self._show(captured, verdict, StartGeneration(generation + 1))
+            elif self._owner.finish is not None:
+                self._show(captured, verdict, None)
+            elif ordered.generation > generation:
+                self._show(captured, verdict, ordered)
+            else:  # it is still being killed; what follows, then, is ordered next
+                self._shown.append((captured, verdict))
+
+    def _show(self, captured: Captured, verdict: Verdict, following: StartGeneration | None) -> None:
+        evidence = captured.evidence
+        directory = self._owner.run_dir / "incidents" / evidence.incident_id
+        if following is None:
+            verdict = replace(verdict, action="no restart")
+        problem = write_incident(directory, evidence, verdict, captured.stacks, captured.native)
+        if problem:
+            self._owner.notice(problem)
+        public = {"incident_id": evidence.incident_id, "verdict": codec.public_verdict(verdict)}
+        self._owner.controller.note("verdict", public, generation=evidence.generation)
+        self._owner.console.incident(
+            evidence,
+            verdict,
+            None if problem else directory,
+            next_generation=following.generation if following is not None else None,
+            delay_s=following.delay_s if following is not None else 0.0,
+            injected=bool(self._owner.faults.fired_in(evidence.generation)),
+        )
 
 
 def _unexplained(world: World, trigger: Trigger, incident_id: str) -> Failure:

@@ -23,7 +23,7 @@ from closeranks.agent.control_socket import CONTROL_FILE, ControlSocket
 from closeranks.agent.private_dir import PrivateDir
 from closeranks.config import RunConfig
 from closeranks.errors import CloseranksError, ConfigError
-from closeranks.events import RunExit
+from closeranks.events import RunExit, counted
 
 if TYPE_CHECKING:
     from closeranks.agent.logs import LogPump
@@ -109,7 +109,7 @@ def launch(config: RunConfig) -> int:
     from closeranks.controller.runs import create_run_dir
 
     watched = guard.hold_signals(config.signals_to_handle)
-    run_dir = create_run_dir(Path(config.runs_dir), config.job_name or Path(config.entrypoint.target).stem)
+    run_dir = create_run_dir(Path(config.runs_dir), config.job_name or config.entrypoint.name)
     private_dir = PrivateDir.make(run_dir.name)
 
     def agent(guard_pid: int) -> int:
@@ -162,12 +162,14 @@ async def _run(config: RunConfig, run_dir: Path, private_dir: Path, world_size: 
     # Here the zygote starts, before our own imports: torch's take the longest, and another core can do them.
     await asyncio.sleep(0)
     from closeranks.agent.console import Console
+    from closeranks.agent.ending import Ending, what_is_missing
     from closeranks.agent.logs import LogPump
     from closeranks.agent.supervisor import Supervisor
     from closeranks.controller.job import JobController
     from closeranks.controller.journal import Journal
     from closeranks.controller.runs import JOURNAL_NAME
 
+    ending = Ending(run_dir)
     journal = Journal.create(run_dir / JOURNAL_NAME)
     controller = JobController(journal, config.budget)
     node = socket.gethostname()
@@ -199,7 +201,7 @@ async def _run(config: RunConfig, run_dir: Path, private_dir: Path, world_size: 
     )
     for notice in config.notices:
         console.tell("info", notice)
-    console.tell("info", f"{run_dir.name} · {world_size} rank(s) on {node} · {_shown(run_dir)}")
+    console.tell("info", f"{run_dir.name} · {counted(world_size, 'rank')} on {node} · {_shown(run_dir)}")
     code = RunExit.INTERNAL
     try:
         async with ControlSocket(run_dir, private_dir, supervisor):
@@ -208,6 +210,12 @@ async def _run(config: RunConfig, run_dir: Path, private_dir: Path, world_size: 
     finally:
         finish_output(pump)
         journal.close()
+        ending.conclude(
+            supervisor.finish,
+            stopped=supervisor.stop_signal is not None,
+            incidents=supervisor.incidents.count,
+            missing=what_is_missing(journal.backlog, journal.problem),
+        )
         shutil.rmtree(private_dir, ignore_errors=True)  # the guard does so too, if it lives
     return code
 

@@ -33,7 +33,7 @@ from closeranks.controller.credentials import AGENT, CONTROLLER, load, mint
 from closeranks.engines import engine_for
 from closeranks.engines.base import Bundles, Engine, JobSpec, Join
 from closeranks.errors import ConfigError
-from closeranks.events import signal_name
+from closeranks.events import counted, signal_name
 
 if TYPE_CHECKING:
     from closeranks.agent.console import Console
@@ -107,7 +107,7 @@ def launch_cluster(config: RunConfig, run_argv: tuple[str, ...]) -> int:
         sys.stderr.write(f"closeranks: submitted to {elsewhere.name} as {submitted}\n")
         return 0
     watched = guard.hold_signals(config.signals_to_handle)
-    run_dir = create_run_dir(Path(config.runs_dir), config.job_name or Path(config.entrypoint.target).stem)
+    run_dir = create_run_dir(Path(config.runs_dir), config.job_name or config.entrypoint.name)
     spec = job_spec(config, run_argv, run_dir)
     address = engine_for(config.engine or "", spec).listen_address()
     private_dir = PrivateDir.make(run_dir.name)
@@ -227,7 +227,7 @@ def _begin(seat: Seat, job: ClusterJob, console: Console, engine: Engine) -> Non
     )
     for notice in config.notices:
         console.tell("info", notice)
-    nodes = f"{spec.max_nodes} node(s)" + (f" and {spec.spares} spare(s)" if spec.spares else "")
+    nodes = counted(spec.max_nodes, "node") + (f" and {counted(spec.spares, 'spare')}" if spec.spares else "")
     console.tell("info", f"{spec.job_id} · {nodes} from the {engine.name} engine · {spec.run_dir}")
 
 
@@ -243,7 +243,8 @@ def _watch(service: ClusterService, config: RunConfig, guard_pid: int | None) ->
 
         loop.add_reader(guard_fd, guard_died)
     watched = guard.watched_signals(config.signals_to_handle)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no KeyboardInterrupt out of nowhere
+    if signal.SIGINT in watched:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no KeyboardInterrupt out of nowhere
     for name in config.signals_to_handle:
         number = signal.Signals[name]
         if number != signal.SIGHUP or number in watched:

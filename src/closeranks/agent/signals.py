@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from closeranks.agent import guard, procfs
-from closeranks.events import signal_name
+from closeranks.events import counted, signal_name
 
 if TYPE_CHECKING:
     from closeranks.agent.supervisor import Supervisor
@@ -33,7 +33,8 @@ class Signals:
         """Begin; what came since the start has waited. Signals that nobody asked to handle kill the agent."""
         loop = asyncio.get_running_loop()
         watched = guard.watched_signals(self._stopping)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no KeyboardInterrupt out of nowhere
+        if signal.SIGINT in watched:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # no KeyboardInterrupt out of nowhere
         for name in {*self._stopping, *_PASSED_ON}:
             number = signal.Signals[name]
             if number != signal.SIGHUP or number in watched:
@@ -59,7 +60,7 @@ class Signals:
         for rank in handlers:
             rank.send_signal(number)
         if handlers:
-            self._owner.console.tell("info", f"{name} passed on to {len(handlers)} rank(s)")
+            self._owner.console.tell("info", f"{name} passed on to {counted(len(handlers), 'rank')}")
         else:
             text = f"{name} ignored: no rank has a handler for it, and it would kill them"
             self._owner.console.tell("warning", text)

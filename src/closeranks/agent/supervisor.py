@@ -27,6 +27,7 @@ from closeranks.agent.starter import Starter
 from closeranks.agent.watch import Watch
 from closeranks.agent.world import Placement, Rank, World
 from closeranks.config import RunConfig
+from closeranks.diagnose.text import fold_ranks
 from closeranks.errors import CloseranksError, UsageError
 from closeranks.events import (
     Action,
@@ -82,6 +83,7 @@ class Supervisor:
         self.file_limit = file_limit  # the soft one that the user has, and ranks get; ours is higher
         self.world: World | None = None
         self.finish: Finish | None = None
+        self.ordered = StartGeneration(-1)  # the newest order to start; its time may be still to come
         self.stop_signal: int | None = None
         self._guard_pid = guard_pid
         self._finished = asyncio.Event()
@@ -159,6 +161,7 @@ class Supervisor:
     def _carry_out(self, action: Action) -> None:
         match action:
             case StartGeneration():
+                self.ordered = action
                 self._spawn(self._start(action.generation, action.delay_s))
             case KillGeneration():
                 self._spawn(self._kill(action.generation))
@@ -185,6 +188,7 @@ class Supervisor:
 
     async def _start(self, generation: int, delay_s: float) -> None:
         if delay_s > 0:
+            self.incidents.show()  # there is time for it now
             await asyncio.sleep(delay_s)
         try:
             world = await self._starter.start(generation, delay_s, self.placement)
@@ -227,8 +231,9 @@ class Supervisor:
         stuck = [rank.pid for rank in left] + strays
         if stuck:
             self.notice(
-                f"{len(stuck)} process(es) can't be killed and stay behind, stuck in the kernel (state D): "
-                f"{stuck}; look at the storage or device they wait for (cat /proc/PID/stack)"
+                "can't kill what is stuck in the kernel (state D), and leave it behind: pid "
+                f"{', '.join(map(str, stuck))}; look at the storage or device that it waits for "
+                "(cat /proc/PID/stack)"
             )
         seconds = time.monotonic() - began
         self.controller.note("killed", {"seconds": seconds, "leftovers": stuck}, generation=generation)
@@ -247,9 +252,9 @@ class Supervisor:
             rank.send_signal(signal.SIGCONT)  # a stopped rank can handle it only when it runs
         left = await world.wait_dead(self.config.shutdown_timeout_s)
         if left and world is self.world:
-            names = ", ".join(str(rank.rank) for rank in left)
+            names = fold_ranks(rank.rank for rank in left)
             grace_s = self.config.shutdown_timeout_s
-            self.notice(f"rank {names} did not end within {grace_s:g} s of {signal_name(number)}: killed")
+            self.notice(f"{names} did not end within {grace_s:g} s of {signal_name(number)}: killed")
         if all(rank.exit is not None and rank.exit.ok for rank in world.ranks):
             self.dispatch(AllRanksSucceeded(generation))
         else:

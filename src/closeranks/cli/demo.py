@@ -15,12 +15,12 @@ import tempfile
 from pathlib import Path
 
 import closeranks
-from closeranks.config import DEFAULT_RUNS_DIR
+from closeranks.cli.runs_place import add_runs_dir
 from closeranks.errors import ConfigError
 
 __all__ = ["HELP", "configure", "main"]
 
-HELP = "see a real training run survive three faults (about half a minute)"
+HELP = "see a real training run survive three faults (less than a minute)"
 _FAULTS = (
     ("kill:rank=1,step=25", "rank 1 is killed with SIGKILL", 1),
     ("stop:rank=2,step=20,generation=1", "rank 2 is frozen with SIGSTOP", 2),
@@ -35,9 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--nproc-per-node", type=int, default=4, metavar="N", help="ranks (default: 4, at least 4)"
     )
     parser.add_argument("--steps", type=int, default=120, help="training steps (default: 120, at least 80)")
-    parser.add_argument(
-        "--runs-dir", default=DEFAULT_RUNS_DIR, help="where runs are kept (default: %(default)s)"
-    )
+    add_runs_dir(parser)
     parser.add_argument(
         "--json", action="store_true", help="print one JSON document on stdout, the rest on stderr"
     )

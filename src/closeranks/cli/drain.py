@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 from closeranks.cli.inject import ask
-from closeranks.config import DEFAULT_RUNS_DIR
+from closeranks.cli.runs_place import add_runs_dir, place_of
 from closeranks.errors import UsageError
 
 __all__ = ["HELP", "configure", "main"]
@@ -31,9 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run", default="latest", help="the job: id, prefix or directory (default: the latest)"
     )
-    parser.add_argument(
-        "--runs-dir", default=DEFAULT_RUNS_DIR, help="where runs are kept (default: %(default)s)"
-    )
+    add_runs_dir(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
@@ -44,12 +41,13 @@ def main(args: argparse.Namespace) -> int:
     if args.deadline is not None and not 0 <= args.deadline <= 30 * 86_400:
         raise UsageError("--deadline: want seconds from now, 0 or more, at most 30 days")
     request = {"type": "drain", "node": args.node, "reason": args.reason, "deadline_s": args.deadline}
-    answer = ask(find_run(args.run, Path(args.runs_dir)), request)
+    answer = ask(find_run(args.run, place_of(args.runs_dir, args.run)), request)
     if args.json:
         print(json.dumps(answer))
     elif answer.get("ok"):
         spares = answer.get("spares")
-        then = f"{spares} spare(s) can take its place" if spares else "there is no spare to take its place"
+        can = f"{spares} spare can" if spares == 1 else f"{spares} spares can"
+        then = f"{can} take its place" if spares else "there is no spare to take its place"
         if not answer.get("seated"):
             then = "it was a spare, and is released at once"
         print(f"node {args.node} drains within {answer.get('deadline_s'):g} s; {then}")

@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from closeranks.config import DEFAULT_RUNS_DIR
+from closeranks.cli.runs_place import add_runs_dir, place_of
 from closeranks.errors import RunNotFound, UsageError
 from closeranks.faults import KINDS, format_spec, parse_spec
 
@@ -47,9 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run", default="latest", help="the job: id, prefix or directory (default: the latest)"
     )
-    parser.add_argument(
-        "--runs-dir", default=DEFAULT_RUNS_DIR, help="where runs are kept (default: %(default)s)"
-    )
+    add_runs_dir(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
@@ -97,7 +95,7 @@ def main(args: argparse.Namespace) -> int:
     from closeranks.controller.runs import find_run
 
     spec = _spec(args)
-    answer = ask(find_run(args.run, Path(args.runs_dir)), {"type": "inject", "spec": spec})
+    answer = ask(find_run(args.run, place_of(args.runs_dir, args.run)), {"type": "inject", "spec": spec})
     if args.json:
         print(json.dumps(answer))
     elif answer.get("ok"):

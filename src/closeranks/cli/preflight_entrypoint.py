@@ -27,6 +27,7 @@ __all__ = ["check", "check_interpreter", "check_modules"]
 _MOST_SOURCE_BYTES = 8 * 1024 * 1024
 _MOST_NAMES = 10_000
 _MOST_LINE_CHARS = 200
+_NEAR_RATIO = 0.7  # of difflib: a slip or two in a short name
 
 
 def check(entrypoint: Entrypoint, *, own_python: bool) -> None:
@@ -89,12 +90,20 @@ def _missing_script(target: str) -> str:
     if not path.parent.is_dir():
         return f"there is no directory {shown(str(path.parent))} to hold the script {path.name}"
     names = _names_in(path.parent)
-    near = get_close_matches(path.name, names, n=1) or get_close_matches(path.name + ".py", names, n=1)
+    near = _nearest_script(path.name, names)
     if near:
-        return f"there is no script {shown(target)}; did you mean {path.parent / near[0]}?"
+        return f"there is no script {shown(target)}; did you mean {path.parent / near}?"
     if "/" not in target and path.suffix != ".py" and _is_importable(target.partition(".")[0]):
         return f"there is no script {shown(target)}; to run a module say closeranks run -m {target}"
     return f"there is no script {shown(target)} in {_here() if path.parent == Path() else path.parent}"
+
+
+def _nearest_script(name: str, names: list[str]) -> str | None:
+    """The name that was meant, perhaps. Suffixes are left out of the comparison: all scripts share them."""
+    stem = name.removesuffix(".py")
+    stems = {other.removesuffix(".py"): other for other in names if other != name}
+    near = get_close_matches(stem, stems, n=1, cutoff=_NEAR_RATIO)
+    return stems[near[0]] if near else None
 
 
 def _here() -> str:
@@ -183,6 +192,54 @@ def _check_module_target(target: str, *, own_python: bool) -> None:
         raise UsageError(f"there is no module {parts[0]}; {hint}")
     if own_python and len(parts) == 1 and _lacks_main(target):
         raise UsageError(f"{target} is a package without __main__.py; name a module in it: -m {target}.NAME")
+    if own_python and len(parts) > 1:
+        _check_submodule(parts)
+
+
+def _check_submodule(parts: list[str]) -> None:
+    """Raises UsageError for ``package.nope``, as far as can be told without importing the package."""
+    places = _places_of(parts[0])
+    for depth in range(1, len(parts)):
+        if not places or any(_makes_modules(place) for place in places):
+            return
+        name = ".".join(parts[: depth + 1])
+        found = _find_in(name, places)
+        if found is None:
+            near = get_close_matches(parts[depth], _modules_in(Path(places[0])), n=1, cutoff=_NEAR_RATIO)
+            hint = (
+                f"; did you mean {'.'.join([*parts[:depth], near[0], *parts[depth + 1 :]])}?" if near else ""
+            )
+            raise UsageError(f"there is no module {name} in {places[0]}{hint}")
+        places = list(found.submodule_search_locations or ())
+
+
+def _places_of(top: str) -> list[str]:
+    """Where the submodules of a top-level package are, [] where that isn't known without importing it."""
+    try:
+        spec = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()])  # noqa: PTH109 - a path entry
+        spec = spec or importlib.util.find_spec(top)
+    except (ImportError, ValueError, OSError):
+        return []
+    return list(spec.submodule_search_locations or ()) if spec is not None else []
+
+
+def _find_in(name: str, places: list[str]) -> importlib.machinery.ModuleSpec | None:
+    """As the import system would, but for importing the parent first."""
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        spec: importlib.machinery.ModuleSpec | None = find(name, places, None) if find is not None else None
+        if spec is not None:
+            return spec
+    return None
+
+
+def _makes_modules(place: str) -> bool:
+    """Whether a package's own code may add to where its modules are found."""
+    try:
+        source = (Path(place) / "__init__.py").read_bytes()
+    except OSError:
+        return False
+    return b"__path__" in source or b"meta_path" in source
 
 
 def _where_looked() -> str:
@@ -215,9 +272,13 @@ def _lacks_main(package: str) -> bool:
 
 
 def _modules_here() -> Iterator[str]:
-    for name in _names_in(Path()):
+    return _modules_in(Path())
+
+
+def _modules_in(directory: Path) -> Iterator[str]:
+    for name in _names_in(directory):
         module = name.removesuffix(".py")
-        if module.isidentifier() and (name.endswith(".py") or Path(name).is_dir()):
+        if module.isidentifier() and (name.endswith(".py") or (directory / name).is_dir()):
             yield module
 
 

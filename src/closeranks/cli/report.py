@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from closeranks.config import DEFAULT_RUNS_DIR
+from closeranks.cli.runs_place import add_runs_dir, place_of
 from closeranks.errors import CloseranksError, JournalError, RunNotFound
 
 if TYPE_CHECKING:
@@ -36,12 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="a run's id, its unique beginning, its directory, or latest (the default)",
     )
-    parser.add_argument(
-        "--runs-dir",
-        default=DEFAULT_RUNS_DIR,
-        metavar="DIR",
-        help="where `closeranks run` keeps its runs (default: %(default)s)",
-    )
+    add_runs_dir(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document instead")
     parser.add_argument("--list", action="store_true", help="list the runs instead, newest first")
     parser.add_argument("--incident", metavar="ID", help="show one incident's screen instead, such as 0001")
@@ -49,12 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Exit code 0. Raises RunNotFound, JournalError or ConfigError, which end the command with 2."""
-    from closeranks.controller.runs import place_of_runs
-
-    place = place_of_runs(args.runs_dir)
-    if place != Path(args.runs_dir):
-        sys.stderr.write(f"closeranks: no {args.runs_dir} here; runs that had to go elsewhere: {place}\n")
-        args.runs_dir = str(place)
+    args.runs_dir = str(place_of(args.runs_dir, args.run))
     print(_list(args) if args.list else _incident(args) if args.incident else _report(args))
     return 0
 
@@ -104,15 +94,17 @@ def _incident(args: argparse.Namespace) -> str:
 
 
 def _summary(run: Path) -> RunSummary:
+    from closeranks.agent.ending import load_ending
     from closeranks.controller.journal import read, writer_alive
     from closeranks.controller.runs import JOURNAL_NAME
+    from closeranks.goodput.ending import concluded
     from closeranks.goodput.fold import fold
 
     path = run / JOURNAL_NAME
     live = writer_alive(path)  # asked first: a run that ends while we read has then its last record
     damage: list[str] = []
     summary = fold(_tolerant(read(path, max_progress=_PROGRESS), damage), job=run.resolve().name, live=live)
-    return dataclasses.replace(summary, notes=(*summary.notes, *damage))
+    return concluded(dataclasses.replace(summary, notes=(*summary.notes, *damage)), load_ending(run))
 
 
 def _tolerant(records: Iterable[Record], damage: list[str]) -> Iterator[Record]:
@@ -147,7 +139,7 @@ def _row(run: Path) -> dict[str, Any]:
         "outcome": summary.outcome.value,
         "exit_code": summary.exit_code,
         "elapsed_s": summary.elapsed_s,
-        "incidents": len(summary.incidents),
+        "incidents": len(summary.incidents) + summary.unrecorded_incidents,
         "ettr": summary.ettr,
         "ettr_max": summary.ettr_max,
     }

@@ -19,7 +19,7 @@ from closeranks.diagnose.status import error_text, frame_text
 from closeranks.diagnose.text import clean, place
 from closeranks.diagnose.verdicts import Finding, line
 from closeranks.diagnose.view import View
-from closeranks.events import signal_name
+from closeranks.events import counted, signal_name
 from closeranks.evidence import EvidenceLine, RankEvidence
 
 __all__ = ["Death", "Fallen", "Role", "examine"]
@@ -211,7 +211,7 @@ def _out_of_memory(view: View, entry: RankEvidence, when_ns: int | None) -> Deat
         return None
     fact = (
         f"the kernel log names pid {entry.pid} as killed for memory" if named
-        else f"{host.oom_kills} OOM kill(s) counted in this generation"
+        else f"{counted(host.oom_kills, 'OOM kill')} counted in this generation"
     )  # fmt: skip
     shown = line(f"rank {entry.rank} exit", "killed by SIGKILL", "the OOM killer's signal")
     limit = f"; the limit is {host.memory_limit_bytes / 2**30:.1f} GiB" if host.memory_limit_bytes else ""

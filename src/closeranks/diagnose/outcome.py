@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from closeranks.events import Failure, FailureKind
-from closeranks.evidence import Culprit, Evidence, EvidenceLine, Verdict
+from closeranks.evidence import Culprit, Evidence, EvidenceLine, RankEvidence, Verdict
+from closeranks.progress import WORLD_GROUP
 from closeranks.taxonomy import leaf
 
 __all__ = ["detected_note", "failure_of", "kind_of_trigger", "node_lost_verdict"]
@@ -68,7 +69,22 @@ def failure_of(evidence: Evidence, verdict: Verdict, *, durable_progress: bool) 
         startup=step == 0,
         durable_progress=durable_progress,
         exit_code=code,
+        collectives=_collectives_done(evidence, broke),
     )
+
+
+def _collectives_done(evidence: Evidence, broke: RankEvidence | None) -> int:
+    """How many the culprit, or else every rank, has completed on the default group; 0: there were steps."""
+    meant = evidence.ranks if broke is None else (broke,)
+    pages = [item.page for item in meant if item.page is not None]
+    if not pages or any(page.step for page in pages):
+        return 0
+    # The page's own number is that of the last but one: it is written when a collective begins.
+    done = [
+        max([page.world_seq, *(c.seq for c in page.collectives if c.done and c.group == WORLD_GROUP)])
+        for page in pages
+    ]
+    return min(done)
 
 
 def _broke_ns(evidence: Evidence, verdict: Verdict) -> int | None:

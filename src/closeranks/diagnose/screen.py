@@ -5,6 +5,7 @@ Nothing that a rank printed reaches the terminal as it is: every foreign string 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from closeranks.diagnose.stacks import user_frame
@@ -20,6 +21,9 @@ MAX_TRACEBACK_LINES = 12
 _LABEL = 9  # columns of "   why   "
 _MIN_WIDTH = 40
 
+_PLURALS = {"waits": "wait", "is": "are", "was": "were", "sleeps": "sleep", "runs": "run", "holds": "hold"}
+# Frames of our hooks and faults, which stand between a script and torch: they say nothing about the script.
+_OWN_FRAME = re.compile(r'  File "[^"]*/closeranks/worker/\w+\.py", line \d+, in ')
 _BOLD, _DIM, _RED, _YELLOW, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[33m", "\x1b[0m"
 
 
@@ -130,18 +134,24 @@ def _why(view: View, verdict: Verdict, has_trace: bool) -> list[str]:
             continue
         if entry.source.endswith("stack"):
             continue  # under "where"
-        rows.append((_subject(entry, who), text))
+        rows.append((_subject(entry, who), _agreeing(text, len(who or ()))))
     rows = rows[:5]
     named = {name for name, _ in rows}
     for ranks, status in _grouped(view, (r for r in view.order if r not in culprits)):
         if fold_ranks(ranks) not in named:
-            rows.append((fold_ranks(ranks), status))
+            rows.append((fold_ranks(ranks), _agreeing(status, len(ranks))))
     column = min(24, max((len(name) for name, _ in rows), default=0))
     before = ["", *(name for name, _ in rows)]
     return [
         f"{(name if name != last else '').ljust(column)}  {text}"
         for last, (name, text) in zip(before, rows[:9], strict=False)
     ]
+
+
+def _agreeing(text: str, ranks: int) -> str:
+    """What one rank does, told of so many: ``ranks 0,2  wait in ...``."""
+    verb, space, rest = text.partition(" ")
+    return f"{_PLURALS.get(verb, verb)}{space}{rest}" if ranks > 1 else text
 
 
 def _split_source(entry: EvidenceLine, view: View) -> tuple[frozenset[int] | None, str]:
@@ -191,11 +201,24 @@ def _traceback(view: View, verdict: Verdict) -> list[str]:
     for rank in verdict.culprit_ranks:
         error = view.ranks[rank].error if rank in view.ranks else None
         if error is not None and error.traceback.strip():
-            lines = error.traceback[-32768:].rstrip().splitlines()
+            lines = _without_own_frames(error.traceback[-32768:].rstrip().splitlines())
             shown = [" " * (len(text) - len(text.lstrip(" "))) + clean(text, 300) for text in lines]
             shown = [text[2:] if text.startswith("  ") else text for text in shown if text.strip(" ^~")]
             return shown[-MAX_TRACEBACK_LINES:]
     return []
+
+
+def _without_own_frames(lines: list[str]) -> list[str]:
+    kept: list[str] = []
+    hidden = False
+    for text in lines:
+        if text.startswith("  File "):
+            hidden = _OWN_FRAME.match(text) is not None
+        elif not text.startswith("    "):
+            hidden = False
+        if not hidden:
+            kept.append(text)
+    return kept
 
 
 def _limit(rows: list[tuple[str, str]], room: int) -> list[tuple[str, str]]:

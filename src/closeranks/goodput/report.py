@@ -19,6 +19,7 @@ MIN_WIDTH = 76
 MAX_WIDTH = 160
 _WIDE = 110  # from here on an incident's phases are columns, below they are a line of their own
 _MAX_CAUSES = 5
+_ETTR = "ETTR, effective training time ratio: the share of productive time"
 
 # Bucket: ASCII, block character without colours, colour of the 256.
 _LOOKS = {
@@ -233,7 +234,7 @@ def _header(summary: RunSummary, page: _Page) -> list[str]:
     command = page.fit(command, inner - _width(tail) - len(page.dot))
     lines.append(page.dot.join(part for part in (command, tail) if part))
     began = _utc(summary.started_wall_ns, "%Y-%m-%d %H:%M:%S UTC")
-    count = len(summary.incidents)
+    count = len(summary.incidents) + summary.unrecorded_incidents
     facts = [f"started {began}", duration(summary.elapsed_s)]
     facts.append(f"{count or 'no'} interruption{'s' * (count != 1)}")
     lines.append(page.fit(page.dot.join(facts), inner))
@@ -286,6 +287,7 @@ def _buckets(summary: RunSummary, page: _Page) -> list[str]:
     for row in range(height):
         line = "    ".join(entries[i] for i in range(row, len(entries), height))
         lines.append(line)
+    lines.append(page.dim(page.fit(_ETTR, inner)))
     return lines
 
 
@@ -426,9 +428,10 @@ def _causes(summary: RunSummary, page: _Page) -> list[str]:
 def _notes(summary: RunSummary) -> list[str]:
     notes = list(summary.notes)
     if summary.outcome is Outcome.INTERRUPTED:
-        notes.append(
-            "Interrupted: there is no final record, so the agent was killed; times end at its last one."
-        )
+        why = "the agent was killed, or the machine went down"
+        if not summary.killed:
+            why = "the agent was killed, or its last records could not be written"
+        notes.append(f"Interrupted: there is no final record: {why}. Times end at the last one.")
     if summary.unknown_work_ns and any(g.steps for g in summary.generations):
         notes.append(
             "No checkpoint was seen, so how much work was done twice can't be known: ETTR is a range. "
@@ -469,5 +472,6 @@ def to_json(summary: RunSummary) -> dict[str, Any]:
         "generations_omitted": summary.generations_omitted,
         "incidents": [{**asdict(incident), "down_s": incident.down_s} for incident in summary.incidents],
         "dropped_records": summary.dropped_records,
+        "unrecorded_incidents": summary.unrecorded_incidents,
         "notes": _notes(summary),
     }

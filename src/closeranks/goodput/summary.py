@@ -49,7 +49,7 @@ class Outcome(StrEnum):
     FAILED = "failed"
     STOPPED = "stopped"
     RUNNING = "running"
-    INTERRUPTED = "interrupted"  # no final record: the agent was killed
+    INTERRUPTED = "interrupted"  # no final record: the agent was killed, or couldn't write any more
     ENDED = "ended"  # a generation only: another one follows, and no record says why
 
 
@@ -132,6 +132,8 @@ class RunSummary:
     node: str = ""
     version: str = ""
     dropped_records: int = 0
+    unrecorded_incidents: int = 0  # known to have been, and not in the journal
+    killed: bool = False  # interrupted, and not for want of room for the last records
     notes: tuple[str, ...] = ()
 
     @property

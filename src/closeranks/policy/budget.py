@@ -2,7 +2,8 @@
 
 ``judge`` applies these rules, and the first that fits decides:
 
-0. process-group init that stalled is retried at once, a few times, outside of the budget;
+0. process-group init that stalled is retried at once, a few times, outside of the default budget; an explicit
+   ``--max-restarts`` bounds these retries too;
 1. an error of the script's own that a restart would only repeat stops the job with the script's code;
 2. the total budget (``--max-restarts``);
 3. the rate over a sliding window, which bounds flapping;
@@ -32,6 +33,7 @@ __all__ = [
     "Stop",
     "backoff_s",
     "check_budget_config",
+    "headline",
     "judge",
     "one_line",
     "progressed",
@@ -47,6 +49,15 @@ _SCRIPT_ERRORS = frozenset({FailureKind.EXCEPTION, FailureKind.EXIT_CODE, Failur
 # Nothing the script did: the same script gets farther next time. Out of memory is not among them, as a leak
 # or too large a batch comes back at the same step.
 _EXTERNAL = frozenset({FailureKind.SIGNAL, FailureKind.STOPPED, FailureKind.NODE_LOST})
+# What a generation failed of, where it isn't one rank that did it.
+_ABOUT_ALL = {
+    FailureKind.DESYNC: "ranks are in different collectives",
+    FailureKind.DEADLOCK: "ranks wait for ever",
+    FailureKind.HANG_TIMEOUT: "nothing moved for --hang-timeout",
+    FailureKind.INIT_STALL: "process-group init stalled",
+    FailureKind.LAUNCH: "a rank could not be started",
+    FailureKind.NODE_LOST: "a node was lost",
+}
 _FAILED = 1  # no code of the script's own to pass on; what torchrun ends with, too
 
 
@@ -117,7 +128,7 @@ def judge(
     Call it once for each generation that failed, in order.
     """
     if _is_init_stall(failure):
-        return _judge_init_stall(budget, failure)
+        return _judge_init_stall(config, budget, failure)
     before = budget
     fruitless = 0 if progressed(before, failure) else before.fruitless + 1
     budget = replace(before, fruitless=fruitless, init_stalls=0, seen=_remember(before, failure))
@@ -179,15 +190,22 @@ def _is_init_stall(failure: Failure) -> bool:
     return failure.kind is FailureKind.INIT_STALL and failure.step < 1 and not failure.durable_progress
 
 
-def _judge_init_stall(budget: Budget, failure: Failure) -> tuple[Budget, Restart | Stop]:
-    """Not charged against ``--max-restarts``, even where that is 0: it is our launch that did not come
-    about (a late name server, a lost packet), nothing of the training has run, and without a retry we would
-    end a job that torchrun might have brought up. ``MAX_INIT_STALLS`` bounds it instead."""
+def _judge_init_stall(
+    config: BudgetConfig, budget: Budget, failure: Failure
+) -> tuple[Budget, Restart | Stop]:
+    """Not charged against the default budget: it is our launch that did not come about (a late name server,
+    a lost packet), and nothing of the training has run. ``MAX_INIT_STALLS`` bounds it instead. A user's own
+    ``--max-restarts`` means every restart, whatever for."""
+    explicit = config.max_restarts is not None
+    if explicit and (stop := _stop_for_total(config, budget, failure)) is not None:
+        return budget, stop
     stalls = budget.init_stalls + 1
-    budget = replace(budget, init_stalls=stalls)
+    budget = replace(budget, init_stalls=stalls, restarts=budget.restarts + explicit)
     if stalls <= MAX_INIT_STALLS:
-        why = f"process-group init stalled; retry {stalls} of at most {MAX_INIT_STALLS}, outside the budget"
-        return budget, Restart(0.0, why)
+        why = f"process-group init stalled; retry {stalls} of at most {MAX_INIT_STALLS}"
+        if explicit:
+            return budget, Restart(0.0, f"{why}; restart {budget.restarts} of at most {_total(config)}")
+        return budget, Restart(0.0, f"{why}, outside the budget")
     reason = (
         f"process-group init stalled {stalls} times in a row and {MAX_INIT_STALLS} retries did not help "
         f"(the last: {_describe(failure)}); check that every rank calls init_process_group, that host names "
@@ -205,17 +223,23 @@ def _stop_for_script_error(before: Budget, failure: Failure) -> Stop | None:
     at_start = failure.generation == 0 and failure.startup and not failure.durable_progress
     # A native crash at start-up gets a second try: a broken GPU or driver looks the same as broken code.
     if at_start and failure.kind is not FailureKind.CRASH:
+        when = "before any step was seen" if failure.collectives else "at start-up, before its first step"
         reason = (
-            f"the script failed at start-up, before its first step ({_describe(failure)}), and a restart "
-            f"would only repeat that; fix the script: its own error is in {_where(failure)}"
+            f"the script failed {when} ({_describe(failure)}), and a restart would only repeat that; "
+            f"fix the script: {_its_words(failure)}"
         )
+        if failure.collectives:
+            reason += "; if it makes steps that can't be seen from outside, let it call closeranks.step()"
         return Stop(_exit_code(failure), reason)
     if not _is_repeat(before, failure):
         return None
+    place = _describe(failure)
+    if not failure.collectives:
+        step = before.step_of(failure.signature)
+        place += f"; before: at step {step}, each counted from its generation's start"
     reason = (
-        f"the script failed twice in the same way ({_describe(failure)}; before: at step "
-        f"{before.step_of(failure.signature)}, each counted from its generation's start) with nothing saved "
-        f"in between, so a restart would repeat it; fix the script: its own error is in {_where(failure)}"
+        f"the script failed twice in the same way ({place}) with nothing saved in between, so a restart "
+        f"would repeat it; fix the script: {_its_words(failure)}"
     )
     return Stop(_exit_code(failure), reason)
 
@@ -298,14 +322,42 @@ def _exit_code(failure: Failure) -> int:
     return own if failure.kind in _SCRIPT_ERRORS else _FAILED
 
 
+def headline(failure: Failure) -> str:
+    """What happened, as the beginning of a sentence about what follows from it."""
+    signature = one_line(failure.signature) or failure.kind.value
+    error, at, place = signature.rpartition(" at ")
+    happened = {
+        FailureKind.EXCEPTION: f"raised {error}{at}{place.rpartition('/')[2]}",
+        FailureKind.EXIT_CODE: f"ended with {signature}",
+        FailureKind.SIGNAL: f"was killed by {signature}",
+        FailureKind.CRASH: f"crashed with {signature}",
+        FailureKind.OUT_OF_MEMORY: "was killed for memory",
+        FailureKind.STOPPED: "was stopped",
+        FailureKind.EARLY_EXIT: "ended before the others",
+    }.get(failure.kind)
+    if failure.rank is not None and happened is not None:
+        return f"rank {failure.rank} {happened}"
+    who = "" if failure.rank is None else f"rank {failure.rank}: "
+    return who + _ABOUT_ALL.get(failure.kind, failure.kind.value.replace("_", " "))
+
+
 def _describe(failure: Failure) -> str:
     who = "no single rank" if failure.rank is None else f"rank {failure.rank}"
     what = failure.kind.value.replace("_", " ")
     signature = one_line(failure.signature)
     if signature:
         what = signature if signature.startswith(what) else f"{what}: {signature}"
-    return f"generation {failure.generation}, {who}, {what}, at step {failure.step}"
+    number = failure.collectives
+    at = f"after {number} collective{'s' * (number != 1)}" if number else f"at step {failure.step}"
+    return f"generation {failure.generation}, {who}, {what}, {at}"
 
 
 def _where(failure: Failure) -> str:
-    return f"incidents/{one_line(failure.incident_id)}"
+    return f"incident {one_line(failure.incident_id)}"
+
+
+def _its_words(failure: Failure) -> str:
+    """Only an exception leaves an error that can be shown."""
+    if failure.kind is FailureKind.EXCEPTION:
+        return f"its own error is in {_where(failure)}"
+    return f"see {_where(failure)} and what it printed"

@@ -43,7 +43,7 @@ from closeranks.events import (
     Tell,
     signal_name,
 )
-from closeranks.policy.budget import Budget, Restart, check_budget_config, judge, one_line
+from closeranks.policy.budget import Budget, Restart, check_budget_config, headline, judge, one_line
 
 __all__ = ["JobState", "Phase", "decide", "initial"]
 
@@ -145,10 +145,13 @@ def _on_failure(state: JobState, failure: Failure, now_s: float) -> _Decision:
     if isinstance(ruling, Restart):
         plan = StartGeneration(state.generation + 1, ruling.delay_s)
         when = f"in {ruling.delay_s:g} s" if ruling.delay_s else "at once"
-        tell = Tell("warning", f"restarting all ranks {when} as generation {plan.generation} ({ruling.why})")
+        follows = f"restarting all ranks {when} as generation {plan.generation}"
+        tell = Tell("warning", f"{headline(failure)}: {follows} ({ruling.why})")
     else:
         plan = Finish(ruling.exit_code, ruling.reason)
-        tell = Tell("error", f"no restart after generation {state.generation}; the job ends")
+        tell = Tell(
+            "error", f"{headline(failure)}: no restart after generation {state.generation}; the job ends"
+        )
     state = _enter(state, Phase.KILLING, plan=plan, budget=budget)
     if state.is_down:
         state, actions = _carry_out(state, now_s)
@@ -192,9 +195,8 @@ def _on_stop_requested(state: JobState, stop: StopRequested) -> _Decision:
         tell = Tell("info", f"no restart: {finish.reason}")
         return replace(state, plan=finish), (tell,)
     if state.phase is Phase.RUNNING and not state.is_down:
-        tell = Tell("info", f"{finish.reason}: generation {generation} is told to stop; ask again to kill it")
         state = _enter(state, Phase.STOPPING, plan=finish)
-        return state, (StopGracefully(generation, _signal_to_forward(stop)), tell)
+        return state, (StopGracefully(generation, _signal_to_forward(stop)),)
     return _finish(state, finish)  # nothing runs: before the first generation, or between two
 
 
@@ -283,6 +285,8 @@ def _stop_finish(stop: StopRequested) -> Finish:
     """A stop by signal ends as a shell would show it; one without a signal is a drain."""
     why = f" ({one_line(stop.reason)})" if stop.reason else ""
     if _is_signal(stop.signal):
+        if stop.reason == f"{signal_name(stop.signal)} received":
+            why = ""
         return Finish(128 + stop.signal, f"stopped by {signal_name(stop.signal)}{why}")
     return Finish(RunExit.DRAINED, f"stopped on request{why}")
 
