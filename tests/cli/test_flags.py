@@ -439,8 +439,8 @@ def test_other_notices() -> None:
 
 
 def test_several_nodes_come_from_an_engine() -> None:
-    line = "--engine local --nnodes 2:4 --spares 1 --lease 0.5 --engine-option hosts=a,b --engine-option prefix=x t.py"
-    made = config(line)
+    options = "--engine-option hosts=a,b --engine-option prefix=x"
+    made = config(f"--engine local --nnodes 2:4 --spares 1 --lease 0.5 {options} t.py")
     assert (made.cluster.min_nodes, made.cluster.max_nodes, made.cluster.spares) == (2, 4, 1)
     assert made.cluster.lease_s == 0.5
     assert (made.engine, made.engine_options) == ("local", ("hosts=a,b", "prefix=x"))
@@ -467,7 +467,7 @@ def test_an_engine_alone_means_one_node_of_it() -> None:
         ("--nproc-per-node 1.5 t.py", "want a number of ranks"),
         ("--nproc-per-node= t.py", "want a number of ranks"),
         (f"--nproc-per-node {'9' * 5000} t.py", "(5000 characters): want a number of ranks"),
-        ("--nnodes 2 t.py", "--nnodes asks for 2 nodes; say with --engine where they come from: --engine local"),
+        ("--nnodes 2 t.py", "--nnodes asks for 2 nodes; say with --engine where they come from"),
         ("--nnodes 2:4 t.py", "--nnodes asks for 2 nodes"),
         ("--spares 1 t.py", "--spares is about several nodes; say where from with --engine"),
         ("--engine-option hosts=a t.py", "--engine-option is about several nodes"),
