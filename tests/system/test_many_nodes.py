@@ -89,11 +89,24 @@ def test_a_node_that_is_frozen_is_fenced_and_dies_when_it_wakes(cluster: Make) -
 
 def test_a_controller_that_is_killed_again_and_again_costs_nothing(cluster: Make) -> None:
     job = cluster()
-    for _ in range(3):
+    goes_on = "a new controller goes on with this job"
+    for count in range(1, 4):
         newest = job.newest
         job.kill_controller()
+        assert eventually(lambda count=count: job.job.running.stderr.count(goes_on) == count, SLOW_S)
         assert eventually(lambda newest=newest: job.newest > newest + 20, SLOW_S), "the ranks stopped"
-    assert job.job.running.stderr.count("a new controller goes on with this job") == 3
+    target = job.finish()
+    assert job.generations == [0]
+    job.assert_no_step_twice(target)
+
+
+def test_a_controller_that_is_killed_before_it_is_there_again_costs_nothing_either(cluster: Make) -> None:
+    job = cluster()
+    for _ in range(5):
+        job.kill_controller()
+    job.told("a new controller goes on with this job")
+    newest = job.newest
+    assert eventually(lambda: job.newest > newest + 200, SLOW_S), "the ranks stopped"
     target = job.finish()
     assert job.generations == [0]
     job.assert_no_step_twice(target)
