@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 
 from closeranks.cluster_events import NodeGone
+from closeranks.engines import local
+from closeranks.engines.base import JobSpec, Join
+from closeranks.engines.local import LocalEngine
 from closeranks.events import RunExit
 from closeranks.policy.cluster_state import Link, Stage
 
-from .service_rig import THREE, Rig, killed, living, play, report, soon
+from .service_rig import JOB, THREE, FakeEngine, Rig, killed, living, play, report, soon
 
 NO_SPARE = replace(THREE, spares=0)
 
@@ -505,3 +508,60 @@ def test_incidents_before_its_death_are_counted(tmp_path: Path) -> None:
         assert rig.casebook.count == 1
 
     play(tmp_path, scene)
+
+
+@pytest.mark.xfail(strict=True, reason="an engine that begins anew counts its nodes from 0, whoever is there")
+def test_a_node_that_replaces_another_after_a_restart_has_a_name_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a name that is in use it would be refused for as long as the other one lives."""
+
+    async def scene(rig: Rig) -> None:
+        spec = JobSpec(JOB, tmp_path, 3, 3, 0, ("train.py",), "python", {})
+        for node in ("node0", "node1", "node2"):
+            rig.agents[node] = rig.agent(node)
+            await rig.agents[node].attach()
+        await soon(lambda: rig.job.state.world is not None)
+        await rig.kill_controller()
+        await rig.start()
+        engine = rig.service.engine = LocalEngine(spec)
+        engine.start(Join(rig.path))
+        for node in ("node0", "node1"):
+            await rig.agents[node].attach()
+        await soon(lambda: named)
+        await engine.close()
+        assert set(named).isdisjoint({"node0", "node1"})
+
+    named: list[str] = []
+
+    def command(spec: JobSpec, join: Join, *, node: str, session: str) -> list[str]:
+        named.append(node)
+        return ["sleep", "600"]
+
+    monkeypatch.setattr(local, "agent_command", command)
+    monkeypatch.setattr(local, "_END_S", 0.1)
+    play(tmp_path, scene, replace(NO_SPARE, reattach_grace_s=2.0))
+
+
+@pytest.mark.xfail(strict=True, reason="what the job begins with is placed by the first controller alone")
+def test_one_that_was_killed_before_it_had_placed_the_first_nodes_is_made_up_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines: list[FakeEngine] = []
+    place = FakeEngine.place
+
+    async def slow_at_first(engine: FakeEngine, count: int, reason: str) -> int:
+        engines.append(engine)
+        if engine is engines[0]:
+            await asyncio.Event().wait()
+        return await place(engine, count, reason)
+
+    async def scene(rig: Rig) -> None:
+        await soon(lambda: rig.records("cluster_state") and engines)
+        await rig.kill_controller()
+        await rig.start()
+        await rig.attach("a")  # one had come
+        await soon(lambda: rig.engine.placed, within_s=6.0)
+
+    monkeypatch.setattr(FakeEngine, "place", slow_at_first)
+    play(tmp_path, scene, replace(THREE, reattach_grace_s=1.0))

@@ -14,7 +14,7 @@ from conftest import Finished, eventually
 from system.cluster_rig import SLOW_S, Cluster, write_script
 from system.rig import Start, is_alive
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
+pytestmark = pytest.mark.torch
 
 Make = Callable[..., Cluster]
 
@@ -46,7 +46,9 @@ def test_undisturbed(cluster: Make) -> None:
     job.assert_no_step_twice(target)
 
 
-def test_a_rank_that_is_killed_is_named_and_all_start_anew(cluster: Make) -> None:
+def test_a_rank_that_is_killed_is_named_and_all_start_anew(
+    cluster: Make, run_closeranks: Callable[..., Finished], runs: Path
+) -> None:
     job = cluster()
     os.kill(job.rank(1), signal.SIGKILL)
     job.wait_for_step(1)
@@ -55,8 +57,11 @@ def test_a_rank_that_is_killed_is_named_and_all_start_anew(cluster: Make) -> Non
     job.assert_nothing_lost()
     assert job.generations == [0, 1] and "1 incident" in job.job.running.stderr
     assert "SIGKILL" in job.job.running.stderr
+    report = run_closeranks("report", "--runs-dir", runs, "latest")
+    assert report.returncode == 0 and "rank 1" in report.stdout, report.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_node_that_is_killed_whole_is_replaced_by_the_spare(cluster: Make, rank: int) -> None:
     job = cluster()
@@ -69,6 +74,7 @@ def test_a_node_that_is_killed_whole_is_replaced_by_the_spare(cluster: Make, ran
     assert f"node {node}" in job.job.running.stderr
 
 
+@pytest.mark.slow
 def test_a_node_that_is_frozen_is_fenced_and_dies_when_it_wakes(cluster: Make) -> None:
     job = cluster()
     node = job.node_of_rank(1)
@@ -87,6 +93,7 @@ def test_a_node_that_is_frozen_is_fenced_and_dies_when_it_wakes(cluster: Make) -
     assert job.generations == [0, 1], "what woke up disturbed nobody"
 
 
+@pytest.mark.slow
 def test_a_controller_that_is_killed_again_and_again_costs_nothing(cluster: Make) -> None:
     job = cluster()
     goes_on = "a new controller goes on with this job"
@@ -100,6 +107,7 @@ def test_a_controller_that_is_killed_again_and_again_costs_nothing(cluster: Make
     job.assert_no_step_twice(target)
 
 
+@pytest.mark.slow
 def test_a_controller_that_is_killed_before_it_is_there_again_costs_nothing_either(cluster: Make) -> None:
     job = cluster()
     for _ in range(5):
@@ -112,6 +120,7 @@ def test_a_controller_that_is_killed_before_it_is_there_again_costs_nothing_eith
     job.assert_no_step_twice(target)
 
 
+@pytest.mark.slow
 def test_a_controller_that_was_killed_can_still_replace_a_node(cluster: Make) -> None:
     job = cluster()
     job.kill_controller()
@@ -124,6 +133,7 @@ def test_a_controller_that_was_killed_can_still_replace_a_node(cluster: Make) ->
     job.assert_nothing_lost()
 
 
+@pytest.mark.slow
 def test_all_nodes_can_be_drained_one_after_the_other_without_a_step_done_twice(
     cluster: Make, drain: Callable[..., Finished]
 ) -> None:
@@ -142,6 +152,7 @@ def test_all_nodes_can_be_drained_one_after_the_other_without_a_step_done_twice(
     assert "0 incidents" in job.job.running.stderr
 
 
+@pytest.mark.slow
 def test_a_drain_without_a_spare_shrinks_the_job_at_its_deadline(
     cluster: Make, drain: Callable[..., Finished]
 ) -> None:
@@ -157,6 +168,7 @@ def test_a_drain_without_a_spare_shrinks_the_job_at_its_deadline(
     job.job.assert_gone()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_all_nodes_and_leaves_no_process(cluster: Make, number: int) -> None:
     job = cluster()
@@ -165,8 +177,47 @@ def test_a_signal_ends_all_nodes_and_leaves_no_process(cluster: Make, number: in
     job.job.assert_gone()
 
 
+@pytest.mark.slow
 def test_the_death_of_what_the_user_started_ends_all_nodes(cluster: Make) -> None:
     job = cluster()
     os.kill(job.job.guard, signal.SIGKILL)
     job.job.running.process.wait(SLOW_S)
     assert eventually(lambda: not job.job.running.pids(), 30.0), job.job.running.pids()
+
+
+@pytest.mark.slow
+def test_a_node_that_is_told_to_leave_makes_way_for_the_spare(cluster: Make) -> None:
+    job = cluster()
+    node = job.node_of_rank(1)
+    os.kill(job.nodes()[node], signal.SIGTERM)
+    job.wait_for_step(1)
+    assert eventually(lambda: node not in job.nodes(), SLOW_S)
+    assert job.node_of_rank(1) != node
+    target = job.finish()
+    job.assert_no_step_twice(target)
+
+
+@pytest.mark.slow
+def test_over_tls_all_is_the_same_and_no_secret_is_left(cluster: Make) -> None:
+    job = cluster("--nnodes", 2, "--spares", 1, "--engine-option", "listen=127.0.0.1")
+    credentials = job.job.run_dir / "credentials"
+    assert credentials.exists() and credentials.stat().st_mode & 0o077 == 0
+    job.kill_controller()
+    job.told("a new controller goes on with this job")
+    os.kill(job.rank(0), signal.SIGKILL)
+    job.wait_for_step(1)
+    job.finish()
+    job.assert_nothing_lost()
+    assert not credentials.exists()
+
+
+@pytest.mark.slow
+def test_a_fault_can_be_injected_into_a_rank_of_any_node(
+    cluster: Make, run_closeranks: Callable[..., Finished], runs: Path
+) -> None:
+    job = cluster()
+    done = run_closeranks("inject", "kill", "--rank", "1", "--runs-dir", runs)
+    assert (done.returncode, done.stdout) == (0, "done: kill:rank=1 (rank 1, generation 0)\n"), done.stderr
+    job.wait_for_step(1)
+    job.finish()
+    job.assert_nothing_lost()
