@@ -221,3 +221,21 @@ def test_a_fault_can_be_injected_into_a_rank_of_any_node(
     job.wait_for_step(1)
     job.finish()
     job.assert_nothing_lost()
+
+
+@pytest.mark.slow
+def test_a_controller_that_pauses_for_longer_than_a_lease_costs_one_restart_and_excludes_nobody(
+    cluster: Make,
+) -> None:
+    job = cluster("--nnodes", 2)
+    nodes, ranks = set(job.nodes()), {job.rank(0), job.rank(1)}
+    paused = job.controller
+    os.kill(paused, signal.SIGSTOP)
+    gone = eventually(lambda: not any(map(is_alive, ranks)), SLOW_S)
+    os.kill(paused, signal.SIGCONT)
+    assert gone, "without a lease no rank lives on"
+    job.wait_for_step(1)
+    job.finish()
+    job.assert_nothing_lost()
+    assert job.generations == [0, 1]
+    assert "excluded" not in job.job.running.stderr and nodes == {"node0", "node1"}
