@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from closeranks.diagnose import diagnose
 from closeranks.diagnose.codec import evidence_from_json, to_json
@@ -112,6 +114,19 @@ def test_the_first_to_die_is_blamed_by_one_clock_and_not_by_its_own() -> None:
     culprit = part("b", died(2, 800 * MS), lives(3, 100), trigger=ASKED)
     verdict = diagnose(merged(victim, culprit))
     assert [(c.rank, c.node) for c in verdict.culprits] == [(2, "b")]
+
+
+@given(st.integers(-(10**18), 10**18), st.integers(-(10**18), 10**18))
+def test_where_a_node_s_clock_stands_makes_no_difference_to_anything(first_ns: int, second_ns: int) -> None:
+    def seen(first_ns: int, second_ns: int) -> Evidence:
+        error = replace(LOST, mono_ns=850 + first_ns)
+        victim = died(0, 900 + first_ns, error=error)
+        return merged(
+            part("a", victim, trigger=exit_of(0, 950 + first_ns), offset_ns=-first_ns),
+            part("b", died(2, 800 + second_ns), trigger=exit_of(2, 810 + second_ns), offset_ns=-second_ns),
+        )
+
+    assert seen(first_ns, second_ns) == seen(0, 0)
 
 
 def test_the_host_facts_are_those_of_the_first_death() -> None:
