@@ -239,3 +239,26 @@ def test_a_controller_that_pauses_for_longer_than_a_lease_costs_one_restart_and_
     job.assert_nothing_lost()
     assert job.generations == [0, 1]
     assert "excluded" not in job.job.running.stderr and nodes == {"node0", "node1"}
+
+
+@pytest.mark.slow
+def test_a_node_and_the_controller_killed_at_once_are_survived_after_the_grace(cluster: Make) -> None:
+    job = cluster()
+    node = job.node_of_rank(1)
+    controller = job.controller
+    job.signal_node(node, signal.SIGKILL)
+    os.kill(controller, signal.SIGKILL)
+    job.wait_for_step(1)
+    assert job.node_of_rank(1) != node
+    job.finish()
+    job.assert_nothing_lost()
+    assert job.generations == [0, 1]
+
+
+@pytest.mark.slow
+def test_a_signal_finds_a_controller_that_is_only_starting(cluster: Make) -> None:
+    job = cluster()
+    job.kill_controller()
+    os.kill(job.job.guard, signal.SIGTERM)
+    assert job.job.running.wait(SLOW_S).returncode == 143
+    job.job.assert_gone()
