@@ -9,6 +9,8 @@ import textwrap
 
 import pytest
 
+from closeranks.linux import boot_id, interface_of
+
 
 def in_a_process(source: str, *arguments: str) -> str:
     program = "import os, sys, time, signal\nfrom closeranks import linux\n" + textwrap.dedent(source)
@@ -98,3 +100,19 @@ def test_going_first_is_not_inherited() -> None:
         """
     )
     assert out == "-10 0\n"
+
+
+def test_a_boot_has_an_id_that_stays() -> None:
+    assert len(boot_id()) == 36 and boot_id() == boot_id()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_an_address_of_ours_is_on_an_interface(address: str) -> None:
+    name = interface_of(address)
+    assert name == "lo" or (address == "::1" and name is None), "a host may be without IPv6"
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1", "2001:db8::1", "::zz", "fe80::1%nowhere"])
+def test_an_address_that_nobody_has_is_on_none(address: str) -> None:
+    """192.0.2.0/24 and 2001:db8::/32 are for examples (RFC 5737, RFC 3849)."""
+    assert interface_of(address) is None

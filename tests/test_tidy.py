@@ -276,7 +276,7 @@ def test_fractions_of_something_say_of_what(path: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-# Built and tested before the part that uses it: what a job over several machines stands on.
+# Built and tested before the part that uses it.
 NOT_USED_YET: set[str] = set()
 
 
@@ -312,6 +312,7 @@ def texts() -> list[Path]:
     folders = ("src", "tests", "docs", "scripts", "examples", "benchmarks", ".ci")
     suffixes = {"", ".py", ".md", ".toml", ".yml", ".txt", ".json", ".svg", ".css"}
     found = [path for path in ROOT.iterdir() if path.is_file() and path.suffix in suffixes]
+    found = [path for path in found if path.name != ".git"]  # a file in a second work tree
     for folder in folders:
         found += [
             path

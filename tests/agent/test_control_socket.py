@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from closeranks.agent.control_socket import CONTROL_FILE, ControlSocket
+from closeranks.agent.supervisor import Supervisor
 from closeranks.faults import FaultSpec
 
 
@@ -35,6 +36,9 @@ class FakeSupervisor:
 
     def status(self) -> dict[str, Any]:
         return {"generation": 4}
+
+    async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        return await Supervisor.answer(self, request)  # type: ignore[arg-type]
 
     def notice(self, text: str) -> None:
         self.notices.append(text)

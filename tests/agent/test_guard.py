@@ -49,8 +49,13 @@ PROGRAM = """
         with open("cleaned", "a") as file:
             file.write("once" + chr(10))
 
+    def may_restart():
+        with open("asked", "a") as file:
+            file.write("once" + chr(10))
+        return os.path.exists("restart")
+
     watched = guard.hold_signals(["SIGTERM", "SIGINT"])
-    sys.exit(guard.supervise(agent, clean_up, watched))
+    sys.exit(guard.supervise(agent, clean_up, watched, what="controller", may_restart=may_restart))
 """
 
 
@@ -113,6 +118,44 @@ def test_an_agent_that_is_killed_leaves_nothing_and_one_sentence(guarded: Guarde
     told = guarded.read("stderr")
     assert told.count("was killed by " + signal.Signals(number).name) == 1 and "Traceback" not in told
     assert guarded.read("cleaned")
+
+
+def test_one_that_is_killed_is_started_again_where_it_may_be_and_what_it_had_lives_on(
+    guarded: Guarded,
+) -> None:
+    (guarded.folder / "restart").touch()
+    first, children = guarded.agent, (guarded.child, guarded.daemon)
+    for _ in range(2):
+        os.kill(guarded.agent, signal.SIGKILL)
+        assert eventually(lambda: guarded.read("started").split()[:1] != [str(guarded.agent)], 20.0)
+        assert eventually(lambda: len(guarded.read("started").split()) == 4, 5.0)
+        guarded.agent, keeper, guard, guarded.child = map(int, guarded.read("started").split())
+        assert (keeper, guard) == (guarded.keeper, guarded.guard)
+        assert all(map(_lives, children)), "what it had started lives on"
+    assert guarded.agent != first and not _lives(first)
+    assert guarded.read("cleaned") == "" and guarded.read("stderr") == ""
+    os.kill(guarded.guard, signal.SIGTERM)
+    assert eventually(lambda: "SIGTERM" in guarded.read("received"), 5.0), "signals go to the new one"
+    (guarded.folder / "end").touch()
+    assert guarded.ends() == 42
+    assert eventually(lambda: not any(map(_lives, children)), 5.0)
+    assert guarded.read("asked").splitlines() == ["once"] * 2
+
+
+def test_one_that_ends_by_itself_is_not_started_again(guarded: Guarded) -> None:
+    (guarded.folder / "restart").touch()
+    (guarded.folder / "end").touch()
+    assert guarded.ends() == 42
+    assert guarded.read("asked") == ""
+
+
+def test_one_whose_guard_was_killed_is_not_started_again(guarded: Guarded) -> None:
+    """It would have nobody to answer to."""
+    (guarded.folder / "restart").touch()
+    os.kill(guarded.guard, signal.SIGKILL)
+    guarded.process.wait(20)
+    assert eventually(lambda: not guarded.living(), 20.0)
+    assert guarded.read("asked") == ""
 
 
 def test_a_keeper_that_is_killed_leaves_nothing_either(guarded: Guarded) -> None:

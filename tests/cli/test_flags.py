@@ -394,7 +394,7 @@ def test_shutdown_timeout(line: str, environ: dict[str, str], seconds: float) ->
         ({"PET_STANDALONE": "yes"}, "PET_STANDALONE='yes': want 1 (on) or 0 (off)"),
         ({"PET_STANDALONE": ""}, "PET_STANDALONE=''"),
         ({"PET_NPROC_PER_NODE": "many"}, "PET_NPROC_PER_NODE='many'"),
-        ({"PET_NNODES": "2"}, "PET_NNODES='2': this version runs one machine"),
+        ({"PET_NNODES": "2"}, "PET_NNODES asks for 2 nodes; say with --engine where they come from"),
         ({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "soon"}, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT='soon'"),
         ({"PYTHON_EXEC": ""}, "PYTHON_EXEC=''"),
     ],
@@ -430,12 +430,27 @@ def test_what_is_already_so_is_silent(line: str) -> None:
 
 def test_other_notices() -> None:
     assert config("--nnodes 1:4 t.py").notices == (
-        "--nnodes allows up to 4 machines; this version runs on this one alone.",
+        "--nnodes allows up to 4 nodes; without --engine it runs on this one alone.",
     )
     (notice,) = config("--preload a --no-python ./t").notices
     assert notice == "--preload has no effect with --no-python: there is no process to preload into."
     (notice,) = config("--standalone --rdzv-id a t.py").notices
     assert notice.startswith("--rdzv-id has no effect under --standalone")
+
+
+def test_several_nodes_come_from_an_engine() -> None:
+    options = "--engine-option hosts=a,b --engine-option prefix=x"
+    made = config(f"--engine local --nnodes 2:4 --spares 1 --lease 0.5 {options} t.py")
+    assert (made.cluster.min_nodes, made.cluster.max_nodes, made.cluster.spares) == (2, 4, 1)
+    assert made.cluster.lease_s == 0.5
+    assert (made.engine, made.engine_options) == ("local", ("hosts=a,b", "prefix=x"))
+    assert made.notices == ()
+
+
+def test_an_engine_alone_means_one_node_of_it() -> None:
+    made = config("t.py", {"CLOSERANKS_ENGINE": "local"})
+    assert (made.engine, made.cluster.min_nodes, made.cluster.max_nodes) == ("local", 1, 1)
+    assert config("--nnodes 1:4 t.py").cluster.max_nodes == 1, "without one it runs on this host alone"
 
 
 # --- bad input --------------------------------------------------------------------------------------
@@ -452,8 +467,22 @@ def test_other_notices() -> None:
         ("--nproc-per-node 1.5 t.py", "want a number of ranks"),
         ("--nproc-per-node= t.py", "want a number of ranks"),
         (f"--nproc-per-node {'9' * 5000} t.py", "(5000 characters): want a number of ranks"),
-        ("--nnodes 2 t.py", "this version runs one machine and this asks for at least 2; use --nnodes 1"),
-        ("--nnodes 2:4 t.py", "use --nnodes 1 (or 1:4) here, or torchrun"),
+        ("--nnodes 2 t.py", "--nnodes asks for 2 nodes; say with --engine where they come from"),
+        ("--nnodes 2:4 t.py", "--nnodes asks for 2 nodes"),
+        ("--spares 1 t.py", "--spares is about several nodes; say where from with --engine"),
+        ("--engine-option hosts=a t.py", "--engine-option is about several nodes"),
+        ("--lease 2 t.py", "--lease is about several nodes"),
+        ("--engine local --spares -1 t.py", "--spares '-1': want"),
+        ("--engine local --spares x t.py", "--spares 'x': want"),
+        ("--engine local --lease 0 t.py", "--lease '0': want a number of seconds, above 0"),
+        ("--engine local --lease -1 t.py", "want a number of seconds, above 0"),
+        ("--engine local --lease nan t.py", "want a number of seconds, above 0"),
+        ("--engine local --lease inf t.py", "want a number of seconds, above 0"),
+        ("--engine local --lease soon t.py", "want a number of seconds, above 0"),
+        ("--engine local --lease 86401 t.py", "want a number of seconds, above 0"),
+        ("--engine local --engine-option hosts t.py", "--engine-option 'hosts': want NAME=VALUE"),
+        ("--engine local --engine-option =a t.py", "want NAME=VALUE"),
+        ("--engine local --engine-option 1a=b t.py", "want NAME=VALUE"),
         ("--nnodes 0 t.py", "want a number of machines, or MIN:MAX"),
         ("--nnodes 3:1 t.py", "want a number of machines, or MIN:MAX"),
         ("--nnodes 1:2:3 t.py", "want a number of machines, or MIN:MAX"),

@@ -307,7 +307,7 @@ def test_another_interpreter(here: Path) -> None:
     [
         (["--nproc-per-node", "0", "train.py"], "want at least 1 rank"),
         (["--nproc-per-nod3", "2", "train.py"], "--nproc-per-nod3; did you mean --nproc-per-node?"),
-        (["--nnodes", "2", "train.py"], "this version runs one machine"),
+        (["--nnodes", "2", "train.py"], "--nnodes asks for 2 nodes; say with --engine where they come from"),
         ([], "nothing to run"),
         (["--nproc-per-node", "1000000", "train.py"], "1,000,000 ranks need about"),
         (["--inject", "nosuch", "train.py"], "nosuch"),

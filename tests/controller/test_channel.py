@@ -775,7 +775,7 @@ def test_an_error_about_one_peer_ends_that_one_and_a_bug_is_reported(authority: 
         assert message is not None
         if message["type"] == "ready":
             raise ProtocolError("out of turn")
-        if message["type"] == "ack":
+        if message["type"] == "kill":
             raise ZeroDivisionError("a bug")
         peer.send(WELCOME)
         await peer.receive()
@@ -785,7 +785,7 @@ def test_an_error_about_one_peer_ends_that_one_and_a_bug_is_reported(authority: 
         asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
         credentials = authority.credentials(AGENT)
         async with ChannelServer("127.0.0.1", 0, authority.credentials(CONTROLLER), on_peer) as server:
-            for message in (READY, {"type": "ack", "n": 1}):
+            for message in (READY, {"type": "kill", "generation": 1}):
                 found = await connect("127.0.0.1", server.port, credentials)
                 assert found.peer is not None
                 found.peer.send(message)

@@ -142,8 +142,8 @@ def running(
     **config: Any,
 ) -> Lab:
     """Generation 0 runs on ``nodes``, one letter each, and ``spares`` are attached and ready."""
-    defaults = {"min_nodes": 1, "max_nodes": len(nodes), "grow_back": False, "spares": spares_kept}
-    config = {**defaults, "fence_margin_s": 1.0, **config}
+    usual = {"fence_margin_s": 1.0, "grow_back": False}  # a margin of two ticks, to see its middle
+    config = {**usual, "min_nodes": 1, "max_nodes": len(nodes), "spares": spares_kept, **config}
     lab = Lab(ClusterConfig(**config), budget)
     assert lab.feed(RunStarted()) == []
     opens = lab.attach(*nodes)

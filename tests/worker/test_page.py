@@ -286,6 +286,17 @@ def test_a_held_rank_says_why(pages):
     assert page_of(pages, 0).short_step is None
 
 
+def test_a_rank_that_waits_for_its_planned_end_is_seen_to(pages):
+    writer = PageWriter(pages, 0, 3, 0, 0)
+    assert not page_of(pages, 0).held and writer.saves == 0
+    writer.checkpoint_done()
+    ticks = page_of(pages, 0).ticks
+    writer.set_held(True)
+    assert page_of(pages, 0).held and page_of(pages, 0).ticks == ticks + 1 and writer.saves == 1
+    writer.set_held(False)
+    assert not page_of(pages, 0).held
+
+
 def test_whether_a_neighbour_is_inside(pages):
     ours, theirs = two(pages)
     theirs.step_done(3)
