@@ -5,8 +5,8 @@ each, and a fifth that waits, on isolated hosts (network namespaces); the same u
 after each step; interleaved. In each round the link of the node with rank 2 is cut, which is neither rank 0's
 nor the store's. Counted is from the cut to the end of the next step that wasn't made before.
 
-torchrun as its documentation has elastic jobs: ``--nnodes 3:4``, c10d, ``--max-restarts 3``; it has no spares,
-so the fifth node is left out there. Nothing on its side is tuned, and nothing on ours.
+torchrun as its documentation has elastic jobs: ``--nnodes 3:4``, c10d, ``--max-restarts 3``; it has no
+spares, so the fifth node is left out there. Nothing on its side is tuned, and nothing on ours.
 """
 
 from __future__ import annotations

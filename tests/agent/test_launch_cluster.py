@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from closeranks.agent import launch_cluster, launch_node
-from closeranks.agent.launch_cluster import _restarts, _Seat, job_spec
+from closeranks.agent.launch_cluster import _join, _restarts, job_spec
 from closeranks.cli.flags import parse_run
 from closeranks.engines.base import Join, agent_command
 
@@ -43,11 +43,7 @@ def test_an_agent_reads_the_line_that_was_typed(tmp_path: Path) -> None:
     ("listen", "endpoint"), [("10.0.0.1", "10.0.0.1:4711"), ("fe80::1", "[fe80::1]:4711")]
 )
 def test_agents_are_told_where_and_with_which_secret(tmp_path: Path, listen: str, endpoint: str) -> None:
-    config = parse_run(LINE, {})
-    spec = job_spec(config, tuple(LINE), tmp_path)
-    seat = _Seat(config, spec, tmp_path, listen, 4711, tmp_path / "credentials")
-    assert seat.join == Join(endpoint, tmp_path / "credentials" / "agent.pem")
-    assert _Seat(config, spec, tmp_path, "/run/channel", 0, None).join == Join("/run/channel")
+    assert _join(listen, 4711, tmp_path) == Join(endpoint, tmp_path / "agent.pem")
 
 
 def test_what_kills_a_controller_again_and_again_is_given_way_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ def test_it_asks_for_the_node_within_the_deadline_and_says_who_takes_over(job: J
     job.answer = SEATED
     code, out, err = drain("n3", "--deadline", "600", "--reason", "firmware")
     assert (code, err) == (0, "")
-    assert out == "node n3 drains within 600 s; 2 spare(s) can take its place\n"
+    assert out == "node n3 drains within 600 s; 2 spares can take its place\n"
     assert job.asked == [{"type": "drain", "node": "n3", "reason": "firmware", "deadline_s": 600.0}]
 
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from closeranks.config import BudgetConfig, ClusterConfig
+from closeranks.config import BudgetConfig, ClusterConfig, HangConfig
 from closeranks.controller.casebook import Casebook
 from closeranks.controller.channel import ChannelServer
 from closeranks.controller.cluster_job import ClusterJob
@@ -79,7 +79,7 @@ class FakeEngine:
     def start(self, join: Join) -> None:
         pass
 
-    async def place(self, count: int, reason: str) -> int:
+    async def place(self, count: int, reason: str, taken: frozenset[str] = frozenset()) -> int:
         self.placed.append((count, reason))
         return count
 
@@ -248,9 +248,9 @@ class Rig:
             self.job,
             self.engine,
             job_id=JOB,
-            run_dir=self.folder,
             console=self.console,
             casebook=self.casebook,
+            hang=HangConfig(),
         )
         self.server = ChannelServer(self.path, 0, None, self.service.on_peer)
         await self.server.__aenter__()

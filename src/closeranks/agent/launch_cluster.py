@@ -79,6 +79,11 @@ def job_spec(config: RunConfig, run_argv: tuple[str, ...], run_dir: Path) -> Job
     )
 
 
+def _join(address: str, port: int, credentials: Path) -> Join:
+    host = f"[{address}]" if ":" in address else address
+    return Join(f"{host}:{port}", credentials / f"{AGENT}.pem")
+
+
 def planned(config: RunConfig, run_argv: tuple[str, ...]) -> Engine:
     """The engine of a job that doesn't exist yet: to ask it, to render, or to submit."""
     from closeranks.controller.runs import job_id
@@ -117,8 +122,7 @@ def launch_cluster(config: RunConfig, run_argv: tuple[str, ...]) -> int:
     else:
         credentials, port = run_dir / _CREDENTIALS, free_port()
         mint(run_dir.name, credentials)
-        host = f"[{address}]" if ":" in address else address
-        join = Join(f"{host}:{port}", credentials / f"{AGENT}.pem")
+        join = _join(address, port, credentials)
         mine = credentials / f"{CONTROLLER}.pem"
         seat = Seat(config, spec, private_dir.path, address, port, mine, join)
 
