@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8, help="of one node")
     parser.add_argument("--faults", type=int, default=1, help="of each kind in a round")
     parser.add_argument("--steady", type=float, default=15.0, help="seconds")
-    parser.add_argument("--peers", default="32,64,128", help="clients of c10d; those that fail aren't tried again")
+    parser.add_argument("--peers", default="32,64,128", help="clients of c10d; what fails isn't tried again")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for each step of c10d's")
     parser.add_argument("--tls", choices=("on", "off", "both"), default="both")
     arguments = parser.parse_args()

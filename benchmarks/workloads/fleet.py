@@ -180,7 +180,9 @@ class Agent:
 
 
 class Fleet:
-    def __init__(self, endpoint: str, job: str, agents: int, ranks: int, credentials: Credentials | None):
+    def __init__(
+        self, endpoint: str, job: str, agents: int, ranks: int, credentials: Credentials | None
+    ) -> None:
         self.where = split_endpoint(endpoint)
         self.job = job
         self.ranks = ranks

@@ -23,6 +23,7 @@ __all__ = ["MAX_ITEMS", "MAX_STRING_CHARS", "PlainError", "from_plain", "shown",
 MAX_STRING_CHARS = 1 << 20
 MAX_ITEMS = 1 << 20  # of one list or mapping
 _MAX_INTEGER = 1 << 64
+_ATOMS = frozenset({str, int, float, bool, type(None)})
 _NOTHING_REQUIRED: Mapping[type, frozenset[str]] = {}
 
 
@@ -32,6 +33,8 @@ class PlainError(ValueError):
 
 def to_plain(value: Any) -> Any:
     """Dataclasses become objects, enums their values, tuples and sets lists; keys become text."""
+    if type(value) in _ATOMS:  # most of what there is
+        return value
     if isinstance(value, Enum):
         return value.value
     if value is None or isinstance(value, str | int | float | bool):
@@ -41,7 +44,8 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): to_plain(item) for key, item in value.items()}
     assert dataclasses.is_dataclass(value), f"{type(value)} has no JSON form"
-    return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    names = _names(type(value))  # type: ignore[arg-type]
+    return {name: to_plain(getattr(value, name)) for name in names}
 
 
 def from_plain(
@@ -59,6 +63,11 @@ def shown(value: Any) -> str:
     """What ``value`` is, in few words, for a message."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
     return names.get(type(value), f"{type(value).__name__} {value!r}"[:60])
+
+
+@functools.cache
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(kind))
 
 
 @functools.cache

@@ -181,8 +181,7 @@ class ClusterService:
             self.board.begin(after.generation, after.members)
             self.casebook.begin(after)
             return
-        started = all(member.started for member in after.members.values())
-        if started and not all(member.started for member in before.members.values()):
+        if _is_started(after) and not _is_started(before):
             self.job.note("generation_started", {}, generation=after.generation)
         if before.stage is Stage.RUNNING and after.stage is not Stage.RUNNING:
             self.board.write()
@@ -465,6 +464,11 @@ class ClusterService:
             return {"ok": False, "error": f"node {member.node} did not answer"}
         finally:
             self._asked.pop(request, None)
+
+
+def _is_started(world: World) -> bool:
+    """From the end: that is where the members are whose word comes last."""
+    return all(member.started for member in reversed(world.members.values()))
 
 
 def _start_message(order: StartNode) -> dict[str, Any]:
