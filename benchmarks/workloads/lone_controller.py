@@ -128,4 +128,6 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
+    import gc
+    if os.environ.get("GCT"): gc.set_threshold(*map(int,os.environ["GCT"].split(",")))
     asyncio.run(main())

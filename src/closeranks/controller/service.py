@@ -94,6 +94,7 @@ class ClusterService:
         self._finished = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._last_call = -1  # the generation of which a part has been saved for its planned end
+        self._told = (-1, 0)  # the generation and step of which policy knows
         self._asked: dict[str, asyncio.Future[dict[str, Any]]] = {}
         casebook.attach(self)
 
@@ -181,7 +182,8 @@ class ClusterService:
             self.board.begin(after.generation, after.members)
             self.casebook.begin(after)
             return
-        if _is_started(after) and not _is_started(before):
+        news = isinstance(event, NodeStarted | NodeAttached)
+        if news and _is_started(after) and not _is_started(before):
             self.job.note("generation_started", {}, generation=after.generation)
         if before.stage is Stage.RUNNING and after.stage is not Stage.RUNNING:
             self.board.write()
@@ -314,8 +316,10 @@ class ClusterService:
             what = "running" if progress.generation == 0 else "running again"
             text = f"{what}: generation {progress.generation}, first step after {took_s:.2f} s"
             self.console.tell("info", text)
-        if self.board.step and progress.generation == self.board.generation:
-            self.dispatch(Progress(self.board.generation, self.board.step))
+        come = (self.board.generation, self.board.step)
+        if self.board.step and come != self._told:
+            self._told = come
+            self.dispatch(Progress(*come))
 
     def _broke(self, session: Session, message: Mapping[str, Any]) -> None:
         """A generation that can't go on, and no evidence of why."""
