@@ -7,7 +7,7 @@ The controller is the one of ``closeranks run``, in a process of its own, with i
 simulated in one other process, with real connections and messages and no ranks (benchmarks/workloads/). They
 share the cores with the controller, so what they need themselves is told, too. Measured:
 
-* *attach*: all agents connect at the same moment -> all have started the first generation;
+* *attach*: the first agent connects -> all are attached and have started the first generation;
 * *steady*: the controller's share of one core and its resident memory, at the default heartbeat;
 * *lost*: the engine says that a node is gone for certain -> all have acknowledged the next generation;
 * *failed*: an agent reports a killed rank -> every node's evidence is heard, and all have acknowledged.

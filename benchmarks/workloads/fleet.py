@@ -2,8 +2,8 @@
 
     fleet.py HOST:PORT JOB --agents 2056 --ranks 8 [--credentials FILE]
 
-They attach all at once, as after a controller's restart, with the time limit and the back-off of real agents,
-and beat as they are told. Orders on stdin: ``fail NODE``, ``vanish NODE``, ``report``, ``stop``. Prints lines
+They attach as fast as they can, with the time limit and the back-off of real agents, and beat as they are
+told. Orders on stdin: ``fail NODE``, ``vanish NODE``, ``report``, ``stop``. Prints lines
 of JSON.
 """
 
@@ -35,6 +35,7 @@ from closeranks.linux import boot_id
 CONNECT_TIMEOUT_S = 2.0  # these three as in agent.node_link
 RETRY_FIRST_S, RETRY_MAX_S = 0.05, 1.0
 STACK_FRAMES = 10
+AT_ONCE = 128  # agents that connect: they share one core, and real ones would not run into time limits for it
 
 # Each agent would do this once, on a host of its own.
 connecting.client_context = functools.cache(connecting.client_context)
@@ -65,7 +66,8 @@ class Agent:
         backoff = Backoff(random.random, first_s=RETRY_FIRST_S, max_s=RETRY_MAX_S)
         while not self.gone:
             fleet.attempts += 1
-            found = await connecting.connect(*fleet.where, fleet.credentials, timeout_s=CONNECT_TIMEOUT_S)
+            async with fleet.turns:
+                found = await connecting.connect(*fleet.where, fleet.credentials, timeout_s=CONNECT_TIMEOUT_S)
             if found.peer is not None:
                 await self._attach(found.peer)
             if not self.gone:
@@ -188,6 +190,7 @@ class Fleet:
         self.ranks = ranks
         self.credentials = credentials
         self.attempts = 0
+        self.turns = asyncio.Semaphore(AT_ONCE)
         self.slowest_answer_s = 0.0
         self._attached = 0
         self._agents = {f"node{n:04d}": Agent(self, f"node{n:04d}") for n in range(agents)}

@@ -86,10 +86,13 @@ class ToldEngine:
 
 
 class Quiet:
-    """A console that shows what shouldn't happen."""
+    """A console that shows what shouldn't happen, and at most so much of it."""
+
+    shown = 0
 
     def tell(self, level: str, text: str) -> None:
-        if level in ("warning", "error"):
+        if level in ("warning", "error") and not text.startswith("restarting") and self.shown < 10:
+            self.shown += 1
             print(f"controller: {text}", file=sys.stderr)
 
     def internal_error(self, error: BaseException) -> None:
@@ -128,6 +131,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    import gc
-    if os.environ.get("GCT"): gc.set_threshold(*map(int,os.environ["GCT"].split(",")))
     asyncio.run(main())

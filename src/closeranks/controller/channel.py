@@ -247,7 +247,7 @@ class ChannelServer:
 
 
 def _has_hung_up(sock: socket.socket) -> bool:
-    """Whether the caller is gone, though what it had said waits to be read: a handshake would be for nobody."""
+    """Whether the caller is gone, though what it said waits to be read: a handshake would be for nobody."""
     if sock.family == socket.AF_UNIX:
         return False
     (state,) = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)  # tcpi_state of struct tcp_info

@@ -7,7 +7,6 @@ together may take several records; the last of these says so, and what has no la
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
@@ -94,17 +93,14 @@ def _plain_part(part: Any) -> Any:
     """Nodes and members, of which there are thousands, without what is as it is at first."""
     if not isinstance(part, Node | Member):
         return to_plain(part)
-    defaults = _defaults(type(part))
     return {
         name: to_plain(value)
-        for name, default in defaults
+        for name, default in _DEFAULTS[type(part)]
         if (value := getattr(part, name)) is not default and value != default
     }
 
 
-@functools.cache
-def _defaults(kind: type[Node | Member]) -> tuple[tuple[str, Any], ...]:
-    return tuple((f.name, f.default) for f in fields(kind))
+_DEFAULTS = {kind: [(f.name, f.default) for f in fields(kind)] for kind in (Node, Member)}
 
 
 def read_state(records: Iterable[Record], fresh: ClusterState) -> ClusterState | None:
