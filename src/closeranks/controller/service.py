@@ -278,7 +278,8 @@ class ClusterService:
         session = Session.of(hello, peer)
         self.sessions.add(session)
         config = self.job.state.config
-        beat_s = config.lease_s / 2 if len(self.job.state.nodes) < _SMALL else config.lease_s
+        nodes = max(len(self.job.state.nodes), config.max_nodes)
+        beat_s = config.lease_s / 2 if nodes < _SMALL else config.lease_s
         grace_s = config.reattach_grace_s
         peer.send({"type": "welcome", "lease_s": config.lease_length_s, "beat_s": beat_s, "grace_s": grace_s})
         self.carry_out(actions)
