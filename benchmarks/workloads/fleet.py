@@ -31,6 +31,7 @@ from closeranks.diagnose.codec import to_json
 from closeranks.events import ExitStatus
 from closeranks.evidence import Evidence, Frame, ProcessFacts, RankEvidence, ThreadFacts, Trigger
 from closeranks.linux import boot_id
+from closeranks.plain import to_plain
 
 CONNECT_TIMEOUT_S = 2.0  # these three as in agent.node_link
 RETRY_FIRST_S, RETRY_MAX_S = 0.05, 1.0
@@ -43,6 +44,19 @@ connecting.client_context = functools.cache(connecting.client_context)
 
 def tell(what: str, **more: object) -> None:
     print(json.dumps({"what": what, **more}), flush=True)
+
+
+@functools.cache
+def waiting_rank() -> dict[str, Any]:
+    """What an agent captures of a rank that waits. Made once, as all agents of a job make theirs at once."""
+    stack = tuple(
+        Frame(f"/srv/job/lib/python3.11/site-packages/model/part{n}.py", 10 * n, f"forward{n}")
+        for n in range(STACK_FRAMES)
+    )
+    main = ThreadFacts(1, "python", "S", "futex_wait_queue", "202", "futex")
+    process = ProcessFacts("S", 0, 12.5, 4096, 1 << 30, (main,))
+    plain: dict[str, Any] = to_plain(RankEvidence(0, 1000, process=process, stack=stack, answered=True))
+    return plain
 
 
 class Agent:
@@ -143,29 +157,21 @@ class Agent:
                 peer.close()
 
     def _evidence(self, kind: str, generation: int, trigger: str) -> dict[str, Any]:
-        """What an agent captures of ranks that wait in a collective; in a failure, of one that was killed."""
-        failed = kind == "failed"
-        stack = tuple(
-            Frame(f"/srv/job/lib/python3.11/site-packages/model/part{n}.py", 10 * n, f"forward{n}")
-            for n in range(STACK_FRAMES)
-        )
-        main = ThreadFacts(1, "python", "S", "futex_wait_queue", "202", "futex")
-        waits = ProcessFacts("S", 0, 12.5, 4096, 1 << 30, (main,))
-        ranks = [
-            RankEvidence(self.first_rank + n, 1000 + n, process=waits, stack=stack, answered=True)
-            for n in range(self.fleet.ranks)
-        ]
-        if failed:
-            exit_ = ExitStatus(signal=9)
-            ranks[0] = RankEvidence(self.first_rank, 1000, exit=exit_, exit_mono_ns=time.monotonic_ns())
-        culprits = (self.first_rank,) if failed else ()
+        """Ranks that wait in a collective; in a failure, the first one was killed."""
+        ranks = [{**waiting_rank(), "rank": self.first_rank + n} for n in range(self.fleet.ranks)]
+        culprits: tuple[int, ...] = ()
+        if kind == "failed":
+            killed = RankEvidence(
+                self.first_rank, 1000, exit=ExitStatus(signal=9), exit_mono_ns=time.monotonic_ns()
+            )
+            ranks[0], culprits = to_plain(killed), (self.first_rank,)
         evidence = Evidence(
             f"g{generation:04d}", generation, self.fleet.ranks,
-            Trigger(trigger, culprits, "", time.monotonic_ns()), tuple(ranks), self.node,
+            Trigger(trigger, culprits, "", time.monotonic_ns()), (), self.node,
         )  # fmt: skip
         return {
-            "type": kind, "generation": generation, "durable": False, "evidence": to_json(evidence),
-            "texts": {},
+            "type": kind, "generation": generation, "durable": False,
+            "evidence": {**to_json(evidence), "ranks": ranks}, "texts": {},
         }  # fmt: skip
 
     def fail(self) -> None:
