@@ -44,7 +44,7 @@ def encode(message: Mapping[str, Any], max_bytes: int = MAX_FRAME_BYTES) -> byte
         raise ProtocolError(
             f"message {kind!r} is too large: {len(payload):,} bytes (limit: {max_bytes:,}); send it in parts"
         )
-    if _too_deep(message):
+    if _may_be_deep(text) and _too_deep(message):
         raise ProtocolError(f"message {kind!r} is nested deeper than {MAX_DEPTH} levels")
     return frame(payload, max_bytes)
 
@@ -53,12 +53,12 @@ def decode(payload: bytes) -> dict[str, Any]:
     """The message in one frame's payload. Raises ProtocolError for anything but an object with a type."""
     try:
         text = payload.decode("utf-8")
-        message = json.loads(text, parse_int=_whole, parse_float=_finite, parse_constant=_refuse)
+        message = _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"a frame was not JSON: {error}") from error
     if not isinstance(message, dict) or not isinstance(message.get("type"), str):
         raise ProtocolError("a frame was not an object with a type")
-    if _too_deep(message):
+    if _may_be_deep(text) and _too_deep(message):
         raise ProtocolError(f"a frame was nested deeper than {MAX_DEPTH} levels")
     if "\\u" in text:
         try:
@@ -120,6 +120,14 @@ def _finite(digits: str) -> float:
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no number")
+
+
+_DECODER = json.JSONDecoder(parse_int=_whole, parse_float=_finite, parse_constant=_refuse)
+
+
+def _may_be_deep(text: str) -> bool:
+    """Each level has a bracket of its own, and most messages have few of them."""
+    return text.count("[") + text.count("{") > MAX_DEPTH
 
 
 def _too_deep(value: object) -> bool:

@@ -347,11 +347,19 @@ def test_a_recording_is_worth_nothing(remote: Remote, agent: Credentials) -> Non
     for _ in range(3):
         with contextlib.suppress(ConnectionError), call(remote) as sock:
             sock.sendall(recorded)
-            sock.shutdown(socket.SHUT_WR)
             everything(sock)
     told = stats(remote, agent)
     assert told["hellos"] == hellos + 1
     assert told["turned_away"] == {"UntrustedPeer": 3}
+
+
+def test_who_has_hung_up_before_it_is_its_turn_costs_no_handshake(remote: Remote, agent: Credentials) -> None:
+    with call(remote) as sock:
+        sock.sendall(b"a hello that nobody waits for an answer to")
+        sock.shutdown(socket.SHUT_WR)
+        everything(sock)
+    kinds = set(stats(remote, agent)["turned_away"])
+    assert kinds <= {"hung up", "UntrustedPeer"}  # it may just have been accepted before it hung up
 
 
 def copy(source: socket.socket, target: socket.socket, record: bytearray) -> None:

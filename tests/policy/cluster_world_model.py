@@ -142,7 +142,8 @@ class Model:
         """Hand one fact to the policy, check what it decides, and send it."""
         before = self.state
         self.state, actions = decide(before, event, self.now_s)
-        self.journal = durable(self.state)
+        if actions or isinstance(event, Tick):  # as the controller does
+            self.journal = durable(self.state)
         assert not (before.finished and actions), "decided after the end"
         self._check(event, actions)
         saved = isinstance(event, DrainReady) and before.world is not None

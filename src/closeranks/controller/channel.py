@@ -33,6 +33,7 @@ __all__ = ["ChannelServer", "is_loopback"]
 _BACKLOG = 4096  # the kernel cuts it to net.core.somaxconn
 _SHORT_OF_MEANS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _RETRY_ACCEPT_S = 0.1
+_HUNG_UP = (7, 8)  # TCP_CLOSE, TCP_CLOSE_WAIT of the kernel's net/tcp_states.h
 _MAX_UNIX_PATH_BYTES = 107
 
 
@@ -156,6 +157,10 @@ class ChannelServer:
             sock.close()
             self._turn_away("full", f"{where}: {len(self._peers):,} connections are open")
             return
+        if _has_hung_up(sock):  # in a rush, callers lose patience before it is their turn
+            sock.close()
+            self._turn_away("hung up", f"{where}: closed before it was accepted")
+            return
         tls = Tls(self._tls, server_side=True) if self._tls is not None else None
         peer = Peer(self._config, where, tls)
         await loop.connect_accepted_socket(lambda: peer, sock)  # doesn't wait for the other end
@@ -239,6 +244,14 @@ class ChannelServer:
     def _report(self, error: BaseException) -> None:
         context = {"message": "a connection of the channel met a bug", "exception": error}
         asyncio.get_running_loop().call_exception_handler(context)
+
+
+def _has_hung_up(sock: socket.socket) -> bool:
+    """Whether the caller is gone, though what it said waits to be read: a handshake would be for nobody."""
+    if sock.family == socket.AF_UNIX:
+        return False
+    (state,) = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)  # tcpi_state of struct tcp_info
+    return state in _HUNG_UP
 
 
 def is_loopback(address: str) -> bool:

@@ -6,12 +6,13 @@ crash.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from closeranks.cluster_events import ClusterAction, ClusterEvent, NodeHeartbeat
+from closeranks.cluster_events import ClusterAction, ClusterEvent, Tick
 from closeranks.config import BudgetConfig, ClusterConfig
 from closeranks.controller.cluster_journal import STATE_KIND, StateDiary, read_state
 from closeranks.controller.journal import Journal, Record, read
@@ -69,19 +70,28 @@ class ClusterJob:
         )
 
     def handle(self, event: ClusterEvent) -> tuple[ClusterAction, ...]:
-        """Decide what follows from ``event``; decision and state are in the journal when this returns."""
-        before = self.state
-        self.state, actions = policy.decide(before, event, self._clock())
+        """Decide what follows from ``event``; decision and state are in the journal when this returns.
+
+        A fact from which nothing follows yet waits for the next decision, at most until the next Tick: a
+        thousand nodes say the same within milliseconds, nobody acts on it before, and after a crash each of
+        them says it again.
+        """
+        self.state, actions = policy.decide(self.state, event, self._clock())
+        if not actions and not isinstance(event, Tick):
+            return actions
+        job = self.state.job
+        records = [(STATE_KIND, data) for data in self._diary.changes(self.state)]
         if actions:
-            decided = [{"action": type(action).__name__, **to_plain(action)} for action in actions]
             because = {"event": type(event).__name__, **to_plain(event)}
-            job = self.state.job
-            data = {"because": because, "actions": decided, "reason": _told(actions)}
-            self.note("decided", data, generation=job.generation if job.generation >= 0 else None)
-        # A heartbeat renews a lease, which begins anew after a crash; there are thousands of them a second.
-        if self.state is not before and not isinstance(event, NodeHeartbeat):
-            for data in self._diary.changes(self.state):
-                self.note(STATE_KIND, data)
+            decided = {"because": because, "actions": _plain_runs(actions), "reason": _told(actions)}
+            records.insert(0, ("decided", decided))
+        if records:
+            self._journal.append_all(
+                records,
+                generation=job.generation if actions and job.generation >= 0 else None,
+                wall_ns=time.time_ns(),
+                mono_ns=time.monotonic_ns(),
+            )
         return actions
 
     @property
@@ -100,6 +110,22 @@ class ClusterJob:
 
     def close(self) -> None:
         self._journal.close()
+
+
+def _plain_runs(actions: tuple[ClusterAction, ...]) -> list[dict[str, Any]]:
+    """Actions for the journal. The same one for many nodes in a row is one entry, in which a field that isn't
+    the same for all of them is a list."""
+    entries: list[dict[str, Any]] = []
+    for kind, group in itertools.groupby(actions, type):
+        run = [to_plain(action) for action in group]
+        columns = {name: [row[name] for row in run] for name in run[0]}
+        fields = {name: column[0] if _is_one(column) else column for name, column in columns.items()}
+        entries.append({"action": kind.__name__, **fields})
+    return entries
+
+
+def _is_one(column: list[Any]) -> bool:
+    return column.count(column[0]) == len(column)
 
 
 def _told(actions: tuple[ClusterAction, ...]) -> str:

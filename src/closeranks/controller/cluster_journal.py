@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from closeranks.controller.journal import MAX_DATA_BYTES, Record
@@ -23,6 +23,7 @@ __all__ = ["STATE_KIND", "StateDiary", "read_state"]
 
 STATE_KIND = "cluster_state"
 _ROOM_BYTES = MAX_DATA_BYTES // 2
+_MOST_PARTS = 512  # of one record; they are seldom larger than 200 bytes
 _NODE, _MEMBER, _SEAT = "node/", "member/", "seat/"
 
 
@@ -68,17 +69,38 @@ class StateDiary:
 def _batches(changed: Mapping[str, Any], gone: list[str]) -> Iterator[dict[str, Any]]:
     if not changed and not gone:
         return
-    batch: dict[str, Any] = {}
-    room_bytes = _ROOM_BYTES
-    for key, part in changed.items():
-        plain = to_plain(part)
-        size_bytes = len(key) + len(json.dumps(plain)) + 8
-        if batch and size_bytes > room_bytes:
-            yield {"set": batch, "gone": [], "last": False}
-            batch, room_bytes = {}, _ROOM_BYTES
-        batch[key] = plain
-        room_bytes -= size_bytes
-    yield {"set": batch, "gone": gone, "last": True}
+    plain = [(key, _plain_part(part)) for key, part in changed.items()]
+    *batches, last = [
+        batch
+        for at in range(0, max(1, len(plain)), _MOST_PARTS)
+        for batch in _fitting(dict(plain[at : at + _MOST_PARTS]))
+    ]
+    for batch in batches:
+        yield {"set": batch, "gone": [], "last": False}
+    yield {"set": last, "gone": gone, "last": True}
+
+
+def _fitting(parts: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parts in as few pieces as a record has room for; names may be long."""
+    if len(parts) < 2 or len(json.dumps(parts)) <= _ROOM_BYTES:
+        return [parts]
+    items = list(parts.items())
+    middle = len(items) // 2
+    return [*_fitting(dict(items[:middle])), *_fitting(dict(items[middle:]))]
+
+
+def _plain_part(part: Any) -> Any:
+    """Nodes and members, of which there are thousands, without what is as it is at first."""
+    if not isinstance(part, Node | Member):
+        return to_plain(part)
+    return {
+        name: to_plain(value)
+        for name, default in _DEFAULTS[type(part)]
+        if (value := getattr(part, name)) is not default and value != default
+    }
+
+
+_DEFAULTS = {kind: [(f.name, f.default) for f in fields(kind)] for kind in (Node, Member)}
 
 
 def read_state(records: Iterable[Record], fresh: ClusterState) -> ClusterState | None:

@@ -11,6 +11,10 @@ from closeranks.evidence import Evidence, Verdict
 
 __all__ = ["write_incident"]
 
+# Beyond that nobody reads it with bare eyes, and Python indents so slowly (a second for 10,000 ranks) that
+# agents would wait for the answers to their heartbeats.
+_INDENTED_RANKS = 256
+
 
 def write_incident(
     directory: Path,
@@ -22,7 +26,8 @@ def write_incident(
     """Write the incident's files; returns "" or what went wrong (a full disk must not stop the restart)."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        _write(directory / "evidence.json", json.dumps(codec.to_json(evidence), indent=1))
+        indent = 1 if len(evidence.ranks) <= _INDENTED_RANKS else None
+        _write(directory / "evidence.json", json.dumps(codec.to_json(evidence), indent=indent))
         _write(directory / "verdict.json", json.dumps(codec.public_verdict(verdict), indent=1))
         for suffix, texts in (("txt", stacks), ("native.txt", native)):
             for rank, text in texts.items():

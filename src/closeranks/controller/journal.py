@@ -25,7 +25,7 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import O_CLOEXEC, O_RDONLY, fdatasync
 from os import close as close_fd
 from os import open as open_fd
@@ -143,21 +143,38 @@ class Journal:
 
         ``data`` beyond MAX_DATA_BYTES of JSON is cut and marked with ``truncated_bytes``.
         """
-        text = encode(data)
+        self.append_all([(kind, data)], generation=generation, wall_ns=wall_ns, mono_ns=mono_ns)
+
+    def append_all(
+        self,
+        records: Sequence[tuple[str, Mapping[str, object]]],
+        *,
+        generation: int | None = None,
+        wall_ns: int,
+        mono_ns: int,
+    ) -> None:
+        """Add records of one moment, each a kind and its data, as ``append`` does; wait once for them all."""
+        texts = [(kind, encode(data)) for kind, data in records]
+        stamps = {"wall_ns": wall_ns, "mono_ns": mono_ns}
+        row: Row | None = None
         with self._lock:
             if self._closing:
-                self._dropped += 1
+                self._dropped += len(texts)
                 return
-            row = Row.make(self._next_n, kind, text, generation=generation, wall_ns=wall_ns, mono_ns=mono_ns)
-            self._next_n += 1
-            if not self._admit(row):
+            for kind, text in texts:
+                made = Row.make(self._next_n, kind, text, generation=generation, **stamps)
+                self._next_n += 1
+                if self._admit(made):
+                    row = made
+            if row is None:
                 return
+            last_n = row.n
             self._work.notify()
             if self._failing is not None or self._stalled_at_s is not None:
                 return
             asked_s = time.monotonic()
             settled = self._done.wait_for(
-                lambda: self._committed_n >= row.n or self._failing is not None, ACK_WAIT_S
+                lambda: self._committed_n >= last_n or self._failing is not None, ACK_WAIT_S
             )
             if not settled:
                 self._stalled_at_s = asked_s

@@ -105,6 +105,7 @@ class ClusterService:
         self._tasks: set[asyncio.Task[None]] = set()
         self._handing_over = False
         self._last_call = -1  # the generation of which a part has been saved for its planned end
+        self._told = (-1, 0)  # the generation and step of which policy knows
         self._asked: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self.joint_watch = JointWatch(self, hang)
         casebook.attach(self)
@@ -196,8 +197,8 @@ class ClusterService:
             self.board.begin(after.generation, after.members)
             self.casebook.begin(after)
             return
-        started = all(member.started for member in after.members.values())
-        if started and not all(member.started for member in before.members.values()):
+        news = isinstance(event, NodeStarted | NodeAttached)
+        if news and _is_started(after) and not _is_started(before):
             self.job.note("generation_started", {}, generation=after.generation)
         if before.stage is Stage.RUNNING and after.stage is not Stage.RUNNING:
             self.board.write()
@@ -298,7 +299,8 @@ class ClusterService:
         session = Session.of(hello, peer)
         self.sessions.add(session)
         config = self.job.state.config
-        beat_s = config.lease_s / 2 if len(self.job.state.nodes) < _SMALL else config.lease_s
+        nodes = max(len(self.job.state.nodes), config.max_nodes)
+        beat_s = config.lease_s / 2 if nodes < _SMALL else config.lease_s
         grace_s = config.reattach_grace_s
         peer.send({"type": "welcome", "lease_s": config.lease_length_s, "beat_s": beat_s, "grace_s": grace_s})
         self.carry_out(actions)
@@ -336,8 +338,10 @@ class ClusterService:
             what = "running" if progress.generation == 0 else "running again"
             text = f"{what}: generation {progress.generation}, first step after {took_s:.2f} s"
             self.console.tell("info", text)
-        if self.board.step and progress.generation == self.board.generation:
-            self.dispatch(Progress(self.board.generation, self.board.step))
+        come = (self.board.generation, self.board.step)
+        if self.board.step and come != self._told:
+            self._told = come
+            self.dispatch(Progress(*come))
 
     def _broke(self, session: Session, message: Mapping[str, Any]) -> None:
         """A generation that can't go on, and no evidence of why."""
@@ -501,6 +505,11 @@ class ClusterService:
             return {"ok": False, "error": f"node {member.node} did not answer"}
         finally:
             self._asked.pop(request, None)
+
+
+def _is_started(world: World) -> bool:
+    """From the end: that is where the members are whose word comes last."""
+    return all(member.started for member in reversed(world.members.values()))
 
 
 def _start_message(order: StartNode) -> dict[str, Any]:

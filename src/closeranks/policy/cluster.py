@@ -102,17 +102,23 @@ def decide(state: ClusterState, event: ClusterEvent, now_s: float) -> Decision:
     if state.finished:
         return state, ()
     decision = _take(state, event, now_s)
-    return decision if _is_quiet(decision[0], event) else settle(decision, now_s)
+    return decision if _is_quiet(decision[0], event, now_s) else settle(decision, now_s)
 
 
-def _is_quiet(state: ClusterState, event: ClusterEvent) -> bool:
+def _is_quiet(state: ClusterState, event: ClusterEvent, now_s: float) -> bool:
     """Whether nothing follows that can't wait: of what every member says, the last one's word counts."""
     world = state.world
+    if isinstance(event, _QUIET):
+        return True
+    if isinstance(event, NodeAttached):
+        return _is_one_of_many(state, event, now_s)
     if not isinstance(event, NodeDown | NodeSucceeded | DrainReady):
-        return isinstance(event, _QUIET)
+        return False
     if world is None or world.generation != event.generation:
         return False
-    members = world.members.values()
+    # From the end, as most are heard in the order in which they were told: so one that is missing is found
+    # soon.
+    members = reversed(world.members.values())
     match event:
         case NodeDown():
             return not all(member.down for member in members)
@@ -120,6 +126,25 @@ def _is_quiet(state: ClusterState, event: ClusterEvent) -> bool:
             return not all(member.succeeded for member in members)
         case DrainReady():
             return not all(member.saved or member.down for member in members)
+
+
+def _is_one_of_many(state: ClusterState, event: NodeAttached, now_s: float) -> bool:
+    """Whether it is one of a crowd that comes: to a first world that others are missing from still, or back
+    to one that runs."""
+    node, world = state.nodes.get(event.node), state.world
+    if node is None or node.standing is not Standing.GOOD or node.drain_due_s is not None:
+        return False
+    if world is None:
+        return len(state.nodes) < _enough(state, now_s)
+    runs = world.stage is Stage.RUNNING and world.planned is None
+    return runs and event.node in world.members and event.running == world.generation
+
+
+def _enough(state: ClusterState, now_s: float) -> int:
+    """How many nodes a first world could start with at this time."""
+    config, forming = state.config, state.forming
+    is_last_call_over = forming is not None and now_s >= forming.since_s + config.last_call_s
+    return config.min_nodes if is_last_call_over else config.max_nodes
 
 
 def _take(state: ClusterState, event: ClusterEvent, now_s: float) -> Decision:

@@ -146,7 +146,5 @@ def _end(state: ClusterState, generation: int, signal: int | None, now_s: float)
     assert world.stage is not Stage.ENDED, "ended twice"
     world = replace(world, stage=Stage.ENDING, ending_since_s=now_s, stop_signal=signal)
     state = replace(state, world=world)
-    orders: tuple[ClusterAction, ...] = ()
-    for member in order_of_ranks(world.members.values()):
-        orders = (*orders, *end_order(state, member))
-    return state, orders
+    members = order_of_ranks(world.members.values())
+    return state, tuple(order for member in members for order in end_order(state, member))
