@@ -7,6 +7,7 @@ CloseranksError
 ├── JournalError          the journal can't be opened or read
 ├── ProtocolError         a peer spoke out of turn, too long, or for another generation
 │   └── UntrustedPeer     a peer can't prove that it belongs to this job
+├── EtcdError             the etcd that keeps the job's state can't be reached, or says no
 ├── ZygoteError           the zygote died or can't be used
 └── EvidenceError         an incident directory can't be read
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 __all__ = [
     "CloseranksError",
     "ConfigError",
+    "EtcdError",
     "EvidenceError",
     "JournalError",
     "ProtocolError",
@@ -64,6 +66,10 @@ class ProtocolError(CloseranksError):
 
 class UntrustedPeer(ProtocolError):
     """Whoever is at the other end can't prove to be of this job, and in the role it has to have."""
+
+
+class EtcdError(CloseranksError):
+    """No etcd answers in time, or its answer is no or makes no sense. What was asked may have been done."""
 
 
 class ZygoteError(CloseranksError):
