@@ -13,8 +13,9 @@ from typing import Any
 
 from closeranks.cluster_events import ClusterAction, ClusterEvent, NodeHeartbeat
 from closeranks.config import BudgetConfig, ClusterConfig
-from closeranks.controller.cluster_journal import STATE_KIND, StateDiary, read_state
+from closeranks.controller.cluster_journal import STATE_KIND, StateDiary, read_parts, read_state
 from closeranks.controller.journal import Journal, Record, read
+from closeranks.controller.shared_state import Found, SharedState
 from closeranks.events import Tell
 from closeranks.linux import boot_id
 from closeranks.plain import to_plain
@@ -27,7 +28,12 @@ STARTED_KIND = "controller_started"
 
 
 class ClusterJob:
-    """One job's policy state and journal. ``resumed``: a controller before this one had begun it."""
+    """One job's policy state and journal. ``resumed``: a controller before this one had begun it.
+
+    ``shared``: where the state is kept for the next one, and without which nothing may be acted upon.
+    """
+
+    shared: SharedState | None = None
 
     def __init__(
         self, journal: Journal, state: ClusterState, *, resumed: bool, clock: Callable[[], float]
@@ -59,6 +65,32 @@ class ClusterJob:
             return cls(journal, fresh, resumed=False, clock=clock)
         return cls(journal, policy.restore(found, clock(), _shift_s(records)), resumed=True, clock=clock)
 
+    @classmethod
+    def lead(
+        cls,
+        path: Path,
+        config: ClusterConfig,
+        budget: BudgetConfig,
+        shared: SharedState,
+        found: Found | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> ClusterJob:
+        """Go on from what another controller has left in etcd; None: begin. Raises as ``open`` does."""
+        state = policy.initial(config, budget)
+        is_new = not path.exists()
+        journal = Journal.create(path) if is_new else Journal.open_for_append(path)
+        if found is not None:
+            state = policy.restore(read_parts(found.parts, state), clock(), found.shift_s)
+        job = cls(journal, state, resumed=found is not None, clock=clock)
+        job.shared = shared
+        if found is not None:
+            if is_new:
+                job.note("run_started", found.began)
+            job._diary.go_on(found.parts)
+            job._keep(())
+        return job
+
     def note(self, kind: str, data: Mapping[str, Any], *, generation: int | None = None) -> None:
         """Put a fact into the journal that needs no decision."""
         self._journal.append(
@@ -77,9 +109,15 @@ class ClusterJob:
             self.note("decided", data, generation=job.generation if job.generation >= 0 else None)
         # A heartbeat renews a lease, which begins anew after a crash; there are thousands of them a second.
         if self.state is not before and not isinstance(event, NodeHeartbeat):
-            for data in self._diary.changes(self.state):
-                self.note(STATE_KIND, data)
+            self._keep(actions)
         return actions
+
+    def _keep(self, actions: tuple[ClusterAction, ...]) -> None:
+        changes = list(self._diary.changes(self.state))
+        for data in changes:
+            self.note(STATE_KIND, data)
+        if self.shared is not None:
+            self.shared.decided(changes, actions)
 
     def holds_lease(self, node: str, session: str) -> bool:
         """Whether this agent's heartbeats count, and are to be answered."""

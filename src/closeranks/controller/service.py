@@ -49,7 +49,7 @@ from closeranks.controller.progress_board import ProgressBoard
 from closeranks.controller.sessions import Session, Sessions
 from closeranks.engines.base import Engine
 from closeranks.errors import UsageError
-from closeranks.events import Failure, FailureKind, Finish, Progress, RunStarted, StopRequested, Tell
+from closeranks.events import Failure, FailureKind, Finish, Progress, RunExit, RunStarted, StopRequested, Tell
 from closeranks.faults import format_spec, parse_spec
 from closeranks.policy.cluster_state import Link, Stage, World
 
@@ -90,6 +90,7 @@ class ClusterService:
         self.casebook = casebook
         self.board = ProgressBoard(lambda kind, data, g: job.note(kind, data, generation=g))
         self.finish: Finish | None = None
+        self.deposed = False
         self._job_id = job_id
         self._finished = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -116,8 +117,35 @@ class ClusterService:
             self.spawn(self._place(config.max_nodes + config.spares, "the job begins"))
         await self._finished.wait()
         assert self.finish is not None
-        await self._close(self.finish)
+        if self.deposed:
+            self._let_go(self.finish)
+        else:
+            await self._close(self.finish)
         return self.finish
+
+    def depose(self, reason: str) -> None:
+        """Another controller may lead the job: from now on nothing is decided or answered here."""
+        if self.finish is None:
+            self.deposed = True
+            self.finish = Finish(RunExit.DEPOSED, reason)
+            self._finished.set()
+
+    def _let_go(self, finish: Finish) -> None:
+        """Agents find the next leader, and the engine's own processes are not ours to end."""
+        for session in self.sessions:
+            session.peer.abort(finish.reason)
+        self.casebook.close()
+        self.joint_watch.close()
+        for task in self._tasks:
+            task.cancel()
+        self.job.note("deposed", {"reason": finish.reason})
+
+    def _leads(self) -> bool:
+        """Asked before an agent is given time: this process may have slept since it last looked."""
+        shared = self.job.shared
+        if shared is not None and not shared.leadership.is_held:
+            self.depose(shared.leadership.lost_because)
+        return not self.deposed
 
     async def _close(self, finish: Finish) -> None:
         self.casebook.close()
@@ -193,6 +221,14 @@ class ClusterService:
             self.casebook.down(after)
 
     def carry_out(self, actions: tuple[ClusterAction, ...]) -> None:
+        """At once; where other controllers may take over, once they would know of it."""
+        shared = self.job.shared
+        if shared is not None and actions:
+            shared.then(lambda: self._carry_out_all(actions))
+        else:
+            self._carry_out_all(actions)
+
+    def _carry_out_all(self, actions: tuple[ClusterAction, ...]) -> None:
         for action in actions:
             self._carry_out(action)
 
@@ -264,6 +300,8 @@ class ClusterService:
             self.casebook.silent(session.node)
 
     def _admit(self, hello: Mapping[str, Any], peer: Peer) -> Session | None:
+        if not self._leads():
+            return None
         node, session_id = hello["node"], hello["session"]
         if hello["job"] != self._job_id:
             peer.send({"type": "refused", "reason": "this is another job's controller", "for_good": True})
@@ -281,7 +319,10 @@ class ClusterService:
         config = self.job.state.config
         beat_s = config.lease_s / 2 if len(self.job.state.nodes) < _SMALL else config.lease_s
         grace_s = config.reattach_grace_s
-        peer.send({"type": "welcome", "lease_s": config.lease_length_s, "beat_s": beat_s, "grace_s": grace_s})
+        term = self.job.shared.leadership.term if self.job.shared is not None else None
+        lease_s = config.lease_length_s
+        welcome = {"lease_s": lease_s, "beat_s": beat_s, "grace_s": grace_s, "term": term}
+        peer.send({"type": "welcome", **welcome})
         self.carry_out(actions)
         return session
 
@@ -302,6 +343,8 @@ class ClusterService:
 
     def _heartbeat(self, session: Session, message: Mapping[str, Any]) -> None:
         node = session.node
+        if not self._leads():
+            return
         self.dispatch(NodeHeartbeat(node, session.session))
         if not self.job.holds_lease(node, session.session):
             session.peer.close("its lease is over")
@@ -394,7 +437,10 @@ class ClusterService:
         if kind == "status":
             return {"ok": True, **self.status()}
         if kind == "drain":
-            return self._drain(request)
+            reply = self._drain(request)
+            if self.job.shared is not None:
+                await self.job.shared.settled()
+            return reply
         if kind == "inject":
             return await self._inject(str(request.get("spec", "")))
         return {"ok": False, "error": f"unknown request {kind!r}"}
