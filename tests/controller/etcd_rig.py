@@ -62,7 +62,8 @@ class EtcdServer:
                     str(ETCD), "--data-dir", str(self.folder / "etcd"), "--heartbeat-interval", "20",
                     "--election-timeout", "200", "--listen-client-urls", self.url,
                     "--advertise-client-urls", self.url, "--listen-peer-urls", peer,
-                    "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}", *self.flags,
+                    "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}",
+                    *self.flags,
                 ],
                 stdout=log, stderr=log, cwd=self.folder,
             )  # fmt: skip
@@ -159,7 +160,8 @@ class Line:
             writer.transport.abort()
             return
         self._pairs |= {writer, there_writer}
-        await asyncio.gather(self._pass(reader, there_writer), self._pass(there_reader, writer))
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(self._pass(reader, there_writer), self._pass(there_reader, writer))
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):

@@ -323,7 +323,7 @@ def test_a_slow_or_endless_answer_ends_in_time(badly, run):
 
 
 def test_garbage_is_never_more_than_an_error(run):
-    """Real answers with bytes changed, cut and doubled; the seed is printed where one gets through as a crash."""
+    """Real answers with bytes changed, cut and doubled; the seed is printed where one crashes the client."""
     seed = int(os.environ.get("CLOSERANKS_TEST_SEED", "7"))
     chance = random.Random(seed)
     good = as_http(
@@ -372,7 +372,11 @@ def test_garbage_is_never_more_than_an_error(run):
 
 
 @pytest.mark.parametrize(
-    "url", ["etcd:2379", "ftp://h:1", "http://", "http://u:p@h:1", "http://h:1/v3", "http://h:0", "http://h:1?a", "http://ü:1"]
+    "url",
+    [
+        "etcd:2379", "ftp://h:1", "http://", "http://u:p@h:1", "http://h:1/v3", "http://h:0", "http://h:1?a",
+        "http://ü:1",
+    ],
 )  # fmt: skip
 def test_urls_that_mean_nothing(url):
     with pytest.raises(ValueError, match="want"):
@@ -424,5 +428,5 @@ def test_a_file_without_a_user_is_named(text, tmp_path, run):
 
 def test_certificates_that_can_not_be_read_are_named(tmp_path):
     config = EtcdConfig(urls=("https://127.0.0.1:1",), ca=str(tmp_path / "none.pem"))
-    with pytest.raises(ConfigError, match="none.pem"):
+    with pytest.raises(ConfigError, match=r"none\.pem"):
         Etcd(config)
