@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from closeranks.controller.journal import read
 from closeranks.events import RunExit
+from conftest import eventually
 
 from .etcd_rig import Line, etcd_server
 from .standby_rig import Cluster, freeze, wake
@@ -185,3 +187,55 @@ def test_flags_that_make_no_sense(run_closeranks, flags, wanted):
 def test_etcd_is_about_several_nodes(run_closeranks):
     done = run_closeranks("run", "--etcd", "http://127.0.0.1:2379", "--no-python", "true")
     assert done.returncode == 2 and "say where from with --engine" in done.stderr
+
+
+# --- all of it on one host --------------------------------------------------------------------------
+
+
+def control(runs: Path) -> dict:
+    try:
+        return json.loads((runs / "latest" / "control.json").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+@pytest.fixture
+def job(tmp_path, server, start_closeranks):
+    """Two controllers and two nodes whose ranks do nothing; the engine's agents are real."""
+    running = start_closeranks(
+        "run", "--engine", "local", "--nnodes", "2", "--etcd", server.url, "--standbys", "1",
+        "--log-dir", tmp_path / "runs", "--no-python", "sleep", "300",
+    )  # fmt: skip
+    running.wait_for("generation 0 starts")
+    return running
+
+
+def test_ctrl_c_ends_a_job_with_standbys(job):
+    job.process.send_signal(signal.SIGINT)
+    done = job.wait(30.0)
+    assert done.returncode == 130, done.stderr
+    assert eventually(lambda: not job.pids(), 5.0)
+
+
+def test_ctrl_c_ends_a_job_that_nobody_leads(job, server, tmp_path):
+    server.kill()
+    job.wait_for("this controller leads no more", 20.0)
+    assert eventually(lambda: job.stderr.count("can't ask etcd who leads") >= 2, 10.0), job.stderr
+    job.process.send_signal(signal.SIGINT)
+    done = job.wait(30.0)
+    assert done.returncode == 130, done.stderr
+    assert eventually(lambda: not job.pids(), 5.0)
+
+
+def test_a_leader_on_one_host_is_followed_with_its_journal(job, tmp_path):
+    before = control(tmp_path / "runs")["pid"]
+    os.kill(before, signal.SIGKILL)
+    assert eventually(lambda: control(tmp_path / "runs").get("pid", before) != before, 20.0), job.stderr
+    job.wait_for("a new controller goes on")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait(30.0).returncode == 143
+    records = list(read(tmp_path / "runs" / "latest" / "journal.db"))
+    assert [r.data["resumed"] for r in records if r.kind == "controller_started"] == [False, True]
+    assert [r.generation for r in records if r.kind == "generation_starting"] == [0]
+    assert records[-1].kind == "finished"
+    assert not list((tmp_path / "runs" / "latest").glob("controller-*"))

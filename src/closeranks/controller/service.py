@@ -111,10 +111,11 @@ class ClusterService:
                 self.board.begin(world.generation, world.members)
                 self.board.ever_saved = True  # what went before isn't known: better to wait for a save
             self.console.tell("warning", "a new controller goes on with this job; its agents attach again")
+            if world is None:
+                self.spawn(self._place_late())
         else:
             self.dispatch(RunStarted())
-            config = self.job.state.config
-            self.spawn(self._place(config.max_nodes + config.spares, "the job begins"))
+            self._place_all()
         await self._finished.wait()
         assert self.finish is not None
         if self.deposed:
@@ -272,6 +273,16 @@ class ClusterService:
         self.sessions.send(node, {"type": "prepare", **message})
 
     # --- the engine ---------------------------------------------------------------------------------
+
+    def _place_all(self) -> None:
+        config = self.job.state.config
+        self.carry_out((RequestNode(config.max_nodes + config.spares, "the job begins"),))
+
+    async def _place_late(self) -> None:
+        """The controller before this one may have died before it had asked for nodes."""
+        await asyncio.sleep(self.job.state.config.reattach_grace_s)
+        if self.job.state.world is None and not self.job.state.nodes:
+            self._place_all()
 
     async def _place(self, count: int, reason: str) -> None:
         placed = await self.engine.place(count, reason)
