@@ -14,9 +14,10 @@ from closeranks.config import BudgetConfig, ClusterConfig
 from closeranks.controller.cluster_job import ClusterJob
 from closeranks.controller.etcd import Etcd, delete, get, put
 from closeranks.controller.leadership import Campaign, Ended, Leadership, job_prefix
-from closeranks.controller.shared_state import SharedState
+from closeranks.controller.shared_state import SharedState, _shift_s
 from closeranks.errors import EtcdError, JournalError
 from closeranks.events import Finish, RunStarted
+from closeranks.linux import boot_id
 from closeranks.policy.cluster_state import Link
 
 from .etcd_rig import EtcdServer, Line, etcd_server
@@ -327,6 +328,17 @@ def test_a_value_that_makes_no_sense_is_an_error(server):
         await one.die()
 
     asyncio.run(main())
+
+
+def test_times_go_over_to_another_host_by_its_wall_clock(monkeypatch):
+    now_ns, second_ns = time.time_ns(), 1_000_000_000
+    stamp = {"boot": "another", "wall_ns": now_ns - 5 * second_ns, "mono_ns": 100 * second_ns}
+    shift_s = _shift_s(stamp)  # what was 100 s there was 5 s ago here
+    assert 100.0 + shift_s == pytest.approx(time.monotonic() - 5.0, abs=0.5)
+    ahead = {**stamp, "wall_ns": now_ns + 3600 * second_ns}
+    assert 100.0 + _shift_s(ahead) == pytest.approx(time.monotonic(), abs=0.5)
+    assert _shift_s({**stamp, "boot": boot_id()}) == 0.0
+    assert _shift_s({}) == _shift_s({**stamp, "wall_ns": "x"}) == 0.0
 
 
 def test_a_job_goes_on_from_what_another_has_left(server, tmp_path):

@@ -162,6 +162,22 @@ def test_while_etcd_is_slow_nothing_starts_that_it_does_not_know_of(tmp_path, se
     asyncio.run(main())
 
 
+def test_a_signal_to_one_that_waits_ends_that_one_alone(tmp_path, server, start_closeranks):
+    async def main() -> None:
+        async with Cluster(tmp_path, start_closeranks, (server.url, server.url)) as cluster:
+            first = await cluster.begin()
+            standby = next(seat for seat in cluster.seats if seat is not first)
+            await cluster.until(lambda: "a standby is there" in standby.running.stderr)
+            os.kill(standby.pid, signal.SIGTERM)
+            await cluster.until(lambda: standby.codes == [128 + signal.SIGTERM])
+            assert cluster.running() == {0} and not first.codes
+            standby.codes.clear()
+            standby.run()
+            await cluster.finish()
+
+    asyncio.run(main())
+
+
 def test_a_first_controller_without_an_etcd_says_so(tmp_path, run_closeranks):
     done = run_closeranks(
         "run", "--engine", "local", "--nnodes", "2", "--etcd", "http://127.0.0.1:1", "--no-python", "true"

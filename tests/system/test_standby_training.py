@@ -91,3 +91,6 @@ def test_a_leader_that_is_frozen_is_replaced_and_does_no_harm(
     assert "this controller leads no more" in done.stderr
     assert digest(done.stdout) == undisturbed(run_closeranks, tmp_path / "quiet")
     assert "generation 2" not in done.stderr
+    latest = tmp_path / "job/closeranks-runs/latest"
+    (journal,) = latest.glob("controller-*/journal.db")  # as the frozen one had the first open
+    assert "finished" in run_closeranks("report", journal.parent).stdout

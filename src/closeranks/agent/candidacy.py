@@ -66,6 +66,7 @@ class Candidacy:
     ) -> None:
         self._config = config
         self._job_id = job_id
+        self._begins = begins
         self._is_first = is_first
         self._leaves_at_once = leaves_at_once
         self._tell = tell
@@ -80,6 +81,8 @@ class Candidacy:
 
         Raises EtcdError where a job can't begin for want of an etcd.
         """
+        if not self._begins:
+            self._tell("info", "a standby is there: it leads this job when its controller does so no more")
         waiting = asyncio.get_running_loop().create_task(self._win())
         either: list[asyncio.Future[Any]] = [waiting, self._left]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -88,6 +91,11 @@ class Candidacy:
         waiting.cancel()
         await asyncio.wait([waiting])
         return self._left.result()
+
+    async def await_end(self, patience_s: float) -> None:
+        """After the job's end: whoever led it has its last words to say, and ends us by ending itself."""
+        if self._campaign.looks > 1:  # else that one is gone, and we are here in its place
+            await asyncio.wait([self._left], timeout=patience_s)
 
     def signalled(self, number: int) -> None:
         self._signals += 1
@@ -125,7 +133,7 @@ class Candidacy:
         try:
             if self._is_first:
                 await asyncio.wait([campaign], timeout=self._config.start_timeout_s)
-                if not campaign.done() and not self._campaign.answered:
+                if not campaign.done() and not self._campaign.looks:
                     raise EtcdError(f"no etcd keeps this job's state: {self._campaign.trouble}")
             return await campaign
         finally:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["Seat", "job_spec", "launch_cluster", "launch_controller", "run_controller"]
 
 _CREDENTIALS = "credentials"
+_LAST_WORDS_S = 10.0
 _MOST_RESTARTS, _RESTART_WINDOW_S = 100, 600.0
 
 
@@ -225,6 +226,8 @@ async def _stand(seat: Seat, console: Console, watch: _Watch, path: Path) -> tup
     watch.follow(candidacy.signalled, lambda: candidacy.leave(128 + signal.SIGKILL))
     try:
         turn = await candidacy.run()
+        if isinstance(turn, Ended) and watch.guard_pid is not None:
+            await candidacy.await_end(config.logs.console_patience_s + _LAST_WORDS_S)
         if not isinstance(turn, Reign):
             return (_told(turn.exit_code) if isinstance(turn, Ended) else turn), False
         if turn.found is None:

@@ -121,7 +121,7 @@ class Leadership:
 class Campaign:
     """Waits for its turn to lead a job. ``begins``: also one that nobody has begun.
 
-    ``leader``: who led when etcd was last asked, "" for nobody; ``answered``: whether it ever did.
+    ``leader``: who led when etcd was last asked, "" for nobody; ``looks``: how often it has answered.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Campaign:
         clock: Callable[[], float] = boottime_s,
     ) -> None:
         self.leader = ""
-        self.answered = False
+        self.looks = 0
         self.trouble = ""
         self._etcd = etcd
         self._config = config
@@ -160,14 +160,19 @@ class Campaign:
     async def _look(self) -> Leadership | Ended | None:
         keys = (self._key, self._ended_key, self._began_key)
         seen = await self._etcd.txn([], [get(key) for key in keys], [], _CALL_S)
-        self.answered, self.trouble = True, ""
+        self.trouble = ""
         leaders, ended, began = seen.found
         self.leader = leaders[0].value[:200].decode(errors="replace") if leaders else ""
+        self.looks += 1
+        if leaders:  # also where the job has ended: then its leader has something left to do
+            return None
         if ended:
             return _ended(ended[0])
-        if leaders or not (began or self._begins):
+        if not (began or self._begins):
             return None
-        return await self._take()
+        leadership = await self._take()
+        # Where nothing was ever written, nobody can have acted.
+        return leadership if leadership is None or not began or await self._outwait(leadership) else None
 
     async def _take(self) -> Leadership | None:
         sent_s = self._clock()
@@ -188,8 +193,7 @@ class Campaign:
                 await self._etcd.revoke(lease, _RESIGN_S)
                 return None
             term = mine[0].created_revision
-        leadership = Leadership(self._etcd, self._config, self._key, term, lease, held_until_s, self._clock)
-        return leadership if await self._outwait(leadership) else None
+        return Leadership(self._etcd, self._config, self._key, term, lease, held_until_s, self._clock)
 
     async def _outwait(self, leadership: Leadership) -> bool:
         """Whether we still lead after the margin in which a leader before us may have gone on."""
