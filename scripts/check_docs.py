@@ -129,6 +129,12 @@ def wrong_command(text: str) -> str:
     if verb not in VERBS:
         return f"there is no verb {verb!r}"
     module = import_module(VERBS[verb][0])
+    if "--" in arguments:  # what follows is for closeranks run
+        at = arguments.index("--")
+        wrong = wrong_command(shlex.join(["closeranks", "run", *arguments[at + 1 :]]))
+        if wrong:
+            return wrong
+        arguments = arguments[:at]
     if verb in ("run", "config", "engine"):
         arguments = [a for a in arguments if a not in ("show", "render", "flags", "of", "run", "--json")]
         try:
@@ -136,8 +142,6 @@ def wrong_command(text: str) -> str:
         except UsageError as error:
             return str(error)
         return ""
-    if "--" in arguments:  # what follows is another verb's
-        arguments = arguments[: arguments.index("--")]
     parser = argparse.ArgumentParser()
     module.configure(parser)
     known = {option for action in parser._actions for option in action.option_strings}

@@ -13,6 +13,7 @@ __all__ = [
     "ChannelConfig",
     "ClusterConfig",
     "Entrypoint",
+    "EtcdConfig",
     "HangConfig",
     "LogConfig",
     "RunConfig",
@@ -112,6 +113,25 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class EtcdConfig:
+    """Where controllers agree on who of them leads, and keep the job's state. No ``urls``: there is but one.
+
+    A leader that can't renew its lease decides nothing more ``margin_s`` before etcd lets ``ttl_s`` end; its
+    successor waits as long again before it begins.
+    """
+
+    urls: tuple[str, ...] = ()
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    user: str | None = None  # a file with NAME:PASSWORD
+    ttl_s: float = 3.0  # etcd makes it no shorter than 1.5 of its election timeouts: 2 s by default
+    margin_s: float = 0.5
+    poll_s: float = 0.25  # how often a standby looks
+    start_timeout_s: float = 10.0  # for a job's first controller; later ones wait for as long as it takes
+
+
+@dataclass(frozen=True, slots=True)
 class HangConfig:
     """Thresholds of hang detection; times in seconds of observed (not wall) time.
 
@@ -207,6 +227,8 @@ class RunConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     engine: str | None = None  # where nodes come from; None: this machine alone, without a controller
     engine_options: tuple[str, ...] = ()  # NAME=VALUE, for the engine
+    etcd: EtcdConfig = field(default_factory=EtcdConfig)
+    standbys: int = 0  # controllers beside the first, on this host
     inject: tuple[str, ...] = ()  # fault specs, see closeranks.faults
     notices: tuple[str, ...] = ()  # flags that were taken and have no effect here, one sentence each
     quiet: bool = False

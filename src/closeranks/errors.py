@@ -8,6 +8,7 @@ CloseranksError
 ├── ProtocolError         a peer spoke out of turn, too long, or for another generation
 │   └── UntrustedPeer     a peer can't prove that it belongs to this job
 ├── EngineError           the cluster's own interface can't be used, or refuses
+├── EtcdError             the etcd that keeps the job's state can't be reached, or says no
 ├── ZygoteError           the zygote died or can't be used
 └── EvidenceError         an incident directory can't be read
 
@@ -20,6 +21,7 @@ __all__ = [
     "CloseranksError",
     "ConfigError",
     "EngineError",
+    "EtcdError",
     "EvidenceError",
     "JournalError",
     "ProtocolError",
@@ -70,6 +72,10 @@ class UntrustedPeer(ProtocolError):
 
 class EngineError(CloseranksError):
     """The interface of a cluster, its API or its tools, can't be reached, makes no sense, or refuses."""
+
+
+class EtcdError(CloseranksError):
+    """No etcd answers in time, or its answer is no or makes no sense. What was asked may have been done."""
 
 
 class ZygoteError(CloseranksError):

@@ -88,6 +88,7 @@ class RunExit:
     NO_NODES = 93
     DRAINED = 94
     CANNOT_START = 95
+    DEPOSED = 96  # of a controller: another one may lead the job by now
 
 
 class FailureKind(StrEnum):

@@ -38,8 +38,8 @@ MESSAGES: Mapping[str, Mapping[str, str]] = {
         "running": "count?", "version": "name", "boot": "str",
     },
     # ``lease_s``: how long one answered heartbeat lasts; ``beat_s``: how often one is due; ``grace_s``: how
-    # long ranks may go on while the controller's own host says that it isn't there.
-    "welcome": {"lease_s": "seconds", "beat_s": "seconds", "grace_s": "seconds"},
+    # long ranks may go on while the controller's own host says that it isn't there; ``term``: of a leader.
+    "welcome": {"lease_s": "seconds", "beat_s": "seconds", "grace_s": "seconds", "term": "count?"},
     "refused": {"reason": "str", "for_good": "bool"},
     "heartbeat": {
         "seq": "count", "mono_ns": "count", "generation": "count?",

@@ -43,7 +43,7 @@ def test_an_agent_reads_the_line_that_was_typed(tmp_path: Path) -> None:
     ("listen", "endpoint"), [("10.0.0.1", "10.0.0.1:4711"), ("fe80::1", "[fe80::1]:4711")]
 )
 def test_agents_are_told_where_and_with_which_secret(tmp_path: Path, listen: str, endpoint: str) -> None:
-    assert _join(listen, 4711, tmp_path) == Join(endpoint, tmp_path / "agent.pem")
+    assert _join(listen, [4711], tmp_path) == Join(endpoint, tmp_path / "agent.pem")
 
 
 def test_what_kills_a_controller_again_and_again_is_given_way_to(monkeypatch: pytest.MonkeyPatch) -> None:

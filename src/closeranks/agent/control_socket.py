@@ -52,9 +52,11 @@ class ControlSocket:
     async def __aexit__(self, *exception: object) -> None:
         if self._server is not None:
             self._server.close()
-        for path in (self._file, self._path):
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads(self._file.read_text()).get("pid") == os.getpid():  # else it's another controller's
+                self._file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -12,12 +12,13 @@ and agent at once, finds it alive. Signals to the guard go on to the agent.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 from closeranks import linux
@@ -130,46 +131,52 @@ def _fork(child: Callable[[], int]) -> int:
 
 def _guard(
     what: str,
-    child: Callable[[], int],
+    children: Sequence[Callable[[], int]],
     clean_up: Callable[[], None],
     watched: set[int],
     may_restart: Callable[[], bool] = lambda: False,
+    restart_code: int | None = None,
 ) -> int:
-    """Run ``child`` in a fork, pass signals on to it, clear away what it leaves. Returns its exit code.
+    """Run each of ``children`` in a fork, pass signals on to them, clear away what they leave. Returns the
+    exit code of the first that ends.
 
-    ``what`` it is, for people: the agent, or the keeper. ``may_restart`` is asked when it was killed: then it
-    is run anew, and what it had started lives on.
+    ``what`` they are, for people: the agent, or the keeper. ``may_restart`` is asked when one was killed, or
+    ended with ``restart_code``: then it is run anew, and what it had started lives on.
 
-    ``_PARENT_DIED`` among these signals means: ``child`` should end by itself now, and is killed if not.
+    ``_PARENT_DIED`` among these signals means: they should end by themselves now, and are killed if not.
     """
     linux.become_subreaper()
-    pid = _fork(child)
+    pids = {_fork(child): child for child in children}
     kill_at_s = float("inf")
     while True:
         left_s = min(max(0.0, kill_at_s - time.monotonic()), _LONG_S)
         info = signal.sigtimedwait(watched, left_s)
         number = info.si_signo if info is not None else None
-        with contextlib.suppress(ProcessLookupError):
-            if time.monotonic() >= kill_at_s:
-                os.kill(pid, signal.SIGKILL)
-            elif number == _PARENT_DIED:
-                os.kill(pid, signal.SIGCONT)  # it can't see that while somebody has stopped it
-                kill_at_s = time.monotonic() + _END_GRACE_S
-            elif number is not None and number != signal.SIGCHLD:
-                os.kill(pid, number)
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done != pid:
-            continue
-        if os.WIFEXITED(status):
-            kill_descendants()
-            code = os.WEXITSTATUS(status)
-        elif kill_at_s == float("inf") and may_restart():
-            pid = _fork(child)
-            continue
-        else:
-            code = _bury(what, pid, os.WTERMSIG(status))
-        clean_up()
-        return code
+        if number == _PARENT_DIED:
+            kill_at_s = time.monotonic() + _END_GRACE_S
+        for pid, child in tuple(pids.items()):
+            with contextlib.suppress(ProcessLookupError):
+                if time.monotonic() >= kill_at_s:
+                    os.kill(pid, signal.SIGKILL)
+                elif number == _PARENT_DIED:
+                    os.kill(pid, signal.SIGCONT)  # it can't see that while somebody has stopped it
+                elif number is not None and number != signal.SIGCHLD:
+                    os.kill(pid, number)
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done != pid:
+                continue
+            exit_code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
+            is_to_restart = exit_code is None or exit_code == restart_code
+            if is_to_restart and kill_at_s == float("inf") and may_restart():
+                del pids[pid]
+                pids[_fork(child)] = child
+                continue
+            if exit_code is not None:
+                kill_descendants()
+            else:
+                exit_code = _bury(what, pid, os.WTERMSIG(status))
+            clean_up()
+            return exit_code
 
 
 def hold_signals(names: Collection[str]) -> set[int]:
@@ -192,9 +199,12 @@ def supervise(
     watched: set[int],
     *,
     what: str = "agent",
+    others: Sequence[Callable[[int], int]] = (),
     may_restart: Callable[[], bool] = lambda: False,
+    restart_code: int | None = None,
 ) -> int:
-    """Run ``agent(guard_pid)`` in a process of its own and guard it. Returns the exit code.
+    """Run ``agent(guard_pid)`` in a process of its own and guard it. Returns the exit code; with ``others``
+    that run beside it, of the first that ends.
 
     ``watched`` is what ``hold_signals`` returned: the agent starts with these blocked, and unblocks them when
     it can handle them. ``clean_up`` removes what the agent may have left in the file system; it may be called
@@ -209,11 +219,12 @@ def supervise(
         linux.die_with_parent(_PARENT_DIED)
         if os.getppid() != guard_pid:  # it died before that call
             return 128 + signal.SIGKILL
-        return _guard(what, named_agent, clean_up, watched | {_PARENT_DIED}, may_restart)
+        children = [functools.partial(named, one) for one in (agent, *others)]
+        return _guard(what, children, clean_up, watched | {_PARENT_DIED}, may_restart, restart_code)
 
-    def named_agent() -> int:
+    def named(one: Callable[[int], int]) -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {_PARENT_DIED})
         linux.set_title(f"closeranks: {what}", f"cr-{what}")
-        return agent(guard_pid)
+        return one(guard_pid)
 
-    return _guard("keeper", keeper, clean_up, watched)
+    return _guard("keeper", [keeper], clean_up, watched)

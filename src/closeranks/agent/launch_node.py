@@ -28,7 +28,8 @@ __all__ = ["NodePlace", "launch_node"]
 
 @dataclass(frozen=True, slots=True)
 class NodePlace:
-    """Where a node finds its controller, and who it is; ``node`` and ``session`` have defaults."""
+    """Where a node finds its controller, and who it is; ``node`` and ``session`` have defaults. ``endpoint``:
+    or several, with commas."""
 
     endpoint: str
     credentials: Path | None
@@ -103,7 +104,7 @@ def _use_interface(place: NodePlace) -> None:
     """gloo and NCCL's sockets go over the interface that faces the job, unless the user says otherwise."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
-    address = place.address or _facing_address(place.endpoint)
+    address = place.address or _facing_address(place.endpoint.partition(",")[0])
     name = interface_of(address) if address else None
     if name:
         os.environ["GLOO_SOCKET_IFNAME"] = name

@@ -4,6 +4,10 @@ The lease counts from when the newest answered heartbeat was **sent**, so that i
 ends at the controller, whatever the network does. Where the lease is over, the owner kills its ranks: others
 may be about to take their place. The one exception: as long as the controller's own host says that nobody
 listens there, nobody decides, and ranks may go on for a grace (docs/decisions/0008-many-nodes.md).
+
+Where a job has several controllers, one of them leads, and the others listen nowhere. Then only a refusal of
+the one that our lease is from proves anything, and the grace counts from when that one last answered: whoever
+leads next began after that, and waits as long (docs/decisions/0009-standby.md).
 """
 
 from __future__ import annotations
@@ -30,6 +34,8 @@ _RETRY_FIRST_S, _RETRY_MAX_S = 0.05, 1.0
 _MAX_BEATS_UNANSWERED = 64
 _LEASE_LOOKS = 20  # a lease; how late its end may be noticed
 _CLOSE_TIMEOUT_S = 1.0
+_LEAST_PATIENCE_S = 1.5
+_SILENT = "it does not answer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +91,9 @@ def boottime_s() -> float:
 
 
 class NodeLink:
-    """Attached, or trying to be, from ``run`` to ``close``. ``refusals_count``: the controller's own host is
-    reached directly, with no proxy that would refuse for it."""
+    """Attached, or trying to be, from ``run`` to ``close``. ``endpoint``: of the controller, or of several,
+    with commas. ``refusals_count``: the controller's own host is reached directly, with no proxy that would
+    refuse for it."""
 
     def __init__(
         self,
@@ -100,7 +107,12 @@ class NodeLink:
         clock: Callable[[], float] = boottime_s,
     ) -> None:
         self.address = identity.address
-        self._where = split_endpoint(endpoint)
+        self._places = [split_endpoint(one) for one in endpoint.split(",")]
+        self._place = 0  # where we try next
+        self._lease_from = -1  # the place that last answered us
+        self._term = -1  # of the newest leader that let us in
+        self._answered_s = 0.0  # when the newest heartbeat that was answered was sent
+        self._orphan_until_s: float | None = None  # who gave us our lease is dead; until then, nobody decides
         self._credentials = credentials
         self._identity = identity
         self._owner = owner
@@ -138,10 +150,7 @@ class NodeLink:
         watching = asyncio.get_running_loop().create_task(self._watch_lease())
         try:
             while not self._closing:
-                found = await connect(*self._where, self._credentials, timeout_s=_CONNECT_TIMEOUT_S)
-                self._note_outcome(found)
-                if found.peer is not None:
-                    await self._attach(found.peer)
+                await self._try_each()
                 if not self._closing:
                     await asyncio.sleep(self._backoff.next_s())
         finally:
@@ -160,14 +169,31 @@ class NodeLink:
 
     # --- the line
 
+    async def _try_each(self) -> None:
+        """Each place once, or until one has let us in, to which we come back first."""
+        for _ in self._places:
+            place = self._place
+            found = await connect(*self._places[place], self._credentials, timeout_s=_CONNECT_TIMEOUT_S)
+            self._note_outcome(found)
+            if found.peer is not None and await self._attach(found.peer):
+                return
+            self._place = (place + 1) % len(self._places)
+            if self._closing:
+                return
+
     def _note_outcome(self, found: Connected) -> None:
-        if found.outcome is not ConnectOutcome.REFUSED:
+        if len(self._places) > 1:
+            died = found.outcome is ConnectOutcome.REFUSED and self._place == self._lease_from
+            # Where the lease is over, whoever gave it may have decided about us before it died.
+            if died and self._refusals_count and self._clock() < self._lease_end_s:
+                self._orphan_until_s = self._answered_s + self._grace_s
+        elif found.outcome is not ConnectOutcome.REFUSED:
             self._alone_since_s = None
         elif self._alone_since_s is None and self._refusals_count:
             self._alone_since_s = self._clock()
 
-    async def _attach(self, peer: Peer) -> None:
-        """One connection, from hello to its end."""
+    async def _attach(self, peer: Peer) -> bool:
+        """One connection, from hello to its end. False: this isn't who leads, or it answers no more."""
         self._peer, self._welcome = peer, False
         self._sent.clear()
         if not self.address:
@@ -186,7 +212,8 @@ class NodeLink:
             while (message := await peer.receive()) is not None:
                 kind = message["type"]
                 if kind == "welcome":
-                    self._welcomed(message)
+                    if not self._welcomed(message):
+                        return False
                     beating = beating or asyncio.get_running_loop().create_task(self._keep_beating(peer))
                     self._owner.attached()
                 elif kind == "heartbeat_ack":
@@ -194,9 +221,10 @@ class NodeLink:
                 elif kind == "refused":
                     if message["for_good"]:
                         self._owner.turned_away(message["reason"])
-                    return
+                    return False
                 elif self._welcome:
                     self._owner.obey(message)
+            return self._welcome and peer.closed_because != _SILENT
         finally:
             if beating is not None:
                 beating.cancel()
@@ -205,15 +233,25 @@ class NodeLink:
             self._welcome = False
             peer.close("attaching anew")
 
-    def _welcomed(self, message: Mapping[str, Any]) -> None:
+    def _welcomed(self, message: Mapping[str, Any]) -> bool:
+        """False: it was deposed long ago, and doesn't know yet."""
+        term = message.get("term")
+        if term is not None and term < self._term:
+            return False
+        self._term = term if term is not None else self._term
+        self._lease_from, self._orphan_until_s = self._place, None
         self._beat_s, self._lease_s = max(0.01, message["beat_s"]), message["lease_s"]
         self._grace_s = message["grace_s"]
         self._welcome = True
         self._backoff.reset()
         self._answered(0)
+        return True
 
     async def _keep_beating(self, peer: Peer) -> None:
         while not peer.closed_because:
+            if len(self._places) > 1 and self._is_silent():
+                peer.abort(_SILENT)
+                return
             self._next_beat.clear()
             self._seq += 1
             self._remember_beat(self._seq)
@@ -221,6 +259,11 @@ class NodeLink:
             peer.send({**beat, **self._owner.beat()})
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._next_beat.wait(), self._beat_s)
+
+    def _is_silent(self) -> bool:
+        """Whether it is time to look for another controller: this one may be frozen, with its lines open."""
+        patience_s = max(_LEAST_PATIENCE_S, self._lease_s / 2)
+        return bool(self._sent) and self._clock() - self._sent[0][1] > patience_s
 
     # --- the lease
 
@@ -232,8 +275,11 @@ class NodeLink:
             number, sent_s = self._sent.popleft()
             if number == seq:
                 self._lease_end_s = max(self._lease_end_s, sent_s + self._lease_s)
+                self._answered_s = sent_s
 
     def _in_grace(self) -> bool:
+        if self._orphan_until_s is not None:
+            return self._clock() < self._orphan_until_s
         alone_s = self._alone_since_s
         return alone_s is not None and self._clock() < alone_s + self._grace_s
 

@@ -20,8 +20,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--run-dir runs/JOB -- --nproc-per-node 8 train.py"
     )
     parser.add_argument(
-        "--controller", required=True, metavar="ENDPOINT", help="HOST:PORT, or the path of a Unix socket"
-    )
+        "--controller", required=True, metavar="ENDPOINT",
+        help="HOST:PORT, or the path of a Unix socket; commas between a controller and its standbys",
+    )  # fmt: skip
     parser.add_argument("--credentials", type=Path, metavar="FILE", help="the agents' credentials")
     parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="the job's run directory")
     parser.add_argument(
@@ -51,7 +52,8 @@ def main(args: argparse.Namespace) -> int:
     from closeranks.cli import flags
 
     try:
-        split_endpoint(args.controller)
+        for endpoint in args.controller.split(","):
+            split_endpoint(endpoint)
     except ValueError as error:
         raise UsageError(f"--controller: {error}") from None
     config = flags.parse_run(args.run, os.environ)

@@ -18,6 +18,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Flags of the verb."""
     parser.epilog = (
         "Whoever started it is to start it again when it is killed: with the same --run-dir it goes on. "
+        "With --etcd among the flags of the run it may have standbys, each with a --run-dir of its own, by "
+        "the same name; one that leads no more ends with 96, and is to be started again. "
         "example: closeranks controller --listen 0.0.0.0:4711 --credentials controller.pem "
         "--run-dir /runs/JOB -- --engine kubernetes --nnodes 4 train.py"
     )
@@ -28,6 +30,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--credentials", type=Path, required=True, metavar="FILE", help="the controller's credentials"
     )
     parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="the job's run directory")
+    parser.add_argument(
+        "--standby", action="store_true",
+        help="never begin the job: wait, and lead it when its controller does so no more",
+    )  # fmt: skip
     parser.add_argument("run", nargs="+", metavar="RUN", help="what follows closeranks run, after --")
 
 
@@ -47,7 +53,14 @@ def main(args: argparse.Namespace) -> int:
     config = flags.parse_run(args.run, os.environ)
     if config.engine is None:
         raise UsageError("a controller needs nodes: say with --engine, after --, where they come from")
-    run_dir = args.run_dir.absolute()
+    if args.standby and not config.etcd.urls:
+        raise UsageError("a standby needs --etcd, after --, to know when it is to lead")
     return launch_controller(
-        config, tuple(args.run), listen=host, port=port, credentials=args.credentials, run_dir=run_dir
+        config,
+        tuple(args.run),
+        listen=host,
+        port=port,
+        credentials=args.credentials,
+        run_dir=args.run_dir.absolute(),
+        begins=not args.standby,
     )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Parsed", "Setting", "fresh_id", "parse", "parse_run", "to_config"]
 
 _MOST_FAULTS = 64  # each has one bit in the progress page
+_WITH_ETCD = ("standbys", "etcd_ca", "etcd_cert", "etcd_user")
 _USAGE = "closeranks run [flags] script.py [arguments]"
 
 
@@ -126,11 +127,11 @@ def _read(flag: Flag, text: str, source: str) -> Any:
 
 def to_config(parsed: Parsed, new_id: Callable[[], str] = fresh_id) -> RunConfig:
     """Settings in their places, the rest by default; without a target its entrypoint is empty."""
-    from closeranks.config import BudgetConfig, ClusterConfig, HangConfig, LogConfig, RunConfig
+    from closeranks.config import BudgetConfig, ClusterConfig, EtcdConfig, HangConfig, LogConfig, RunConfig
 
     top: dict[str, Any] = {}
     sections: dict[str, dict[str, Any]] = {
-        "": top, "budget": {}, "cluster": {}, "hang": {}, "logs": {},
+        "": top, "budget": {}, "cluster": {}, "etcd": {}, "hang": {}, "logs": {},
     }  # fmt: skip
     for setting in parsed.settings.values():
         section, _, field = setting.flag.field.rpartition(".")
@@ -145,6 +146,7 @@ def to_config(parsed: Parsed, new_id: Callable[[], str] = fresh_id) -> RunConfig
         entrypoint=_entrypoint(parsed),
         budget=BudgetConfig(**sections["budget"]),
         cluster=ClusterConfig(**_cluster(parsed, sections["cluster"])),
+        etcd=EtcdConfig(**sections["etcd"]),
         hang=HangConfig(**sections["hang"]),
         logs=LogConfig(**sections["logs"]),
         notices=_notices(parsed),
@@ -155,9 +157,15 @@ def to_config(parsed: Parsed, new_id: Callable[[], str] = fresh_id) -> RunConfig
 def _cluster(parsed: Parsed, settings: dict[str, Any]) -> dict[str, Any]:
     """Several nodes need to come from somewhere; one that may be joined by others runs alone without."""
     least, most = parsed.value("nnodes", (1, 1))
+    for name in (*_WITH_ETCD, "etcd_key"):
+        needed = "etcd_cert" if name == "etcd_key" else "etcd"
+        if parsed.value(name) and not parsed.has(needed):
+            raise UsageError(
+                f"{parsed.settings[name].source} is of no use without --{needed.replace('_', '-')}"
+            )
     if parsed.has("engine"):
         return {**settings, "min_nodes": least, "max_nodes": most}
-    for name in ("spares", "engine_option", "lease"):
+    for name in ("spares", "engine_option", "lease", "etcd"):
         if parsed.has(name):
             raise UsageError(
                 f"{parsed.settings[name].source} is about several nodes; say where from with --engine"

@@ -183,6 +183,48 @@ FLAGS: tuple[Flag, ...] = (
         field="cluster.lease_s",
         here="a node that is silent for twice as long is lost (default 1)",
     ),
+    Flag(
+        "etcd",
+        NODES,
+        metavar="URLS",
+        read=values.urls,
+        field="etcd.urls",
+        here="where the job's controllers agree on who leads, and keep its state: http(s)://HOST:PORT, "
+        "commas between several",
+    ),
+    Flag(
+        "etcd_ca",
+        NODES,
+        metavar="FILE",
+        read=values.path,
+        field="etcd.ca",
+        here="who vouches for etcd (default: whom this system trusts)",
+    ),
+    Flag(
+        "etcd_cert",
+        NODES,
+        metavar="FILE",
+        read=values.path,
+        field="etcd.cert",
+        here="our certificate for etcd, where it asks for one",
+    ),
+    Flag("etcd_key", NODES, metavar="FILE", read=values.path, field="etcd.key", here="and its key"),
+    Flag(
+        "etcd_user",
+        NODES,
+        metavar="FILE",
+        read=values.path,
+        field="etcd.user",
+        here="a file with NAME:PASSWORD, where etcd asks for that",
+    ),
+    Flag(
+        "standbys",
+        NODES,
+        metavar="N",
+        read=values.int_at_least_0,
+        field="standbys",
+        here="further controllers on this host, to try out with --etcd how one takes over (default 0)",
+    ),
     # --- logs ---
     Flag(
         "log_dir",

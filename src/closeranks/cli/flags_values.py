@@ -30,12 +30,14 @@ __all__ = [
     "nproc",
     "off_or_seconds",
     "on_off",
+    "path",
     "port",
     "shown",
     "signal_names",
     "std_streams",
     "switch_from_environment",
     "text",
+    "urls",
 ]
 
 Reader = Callable[[str], Any]
@@ -103,6 +105,23 @@ def engine_option(value: str) -> tuple[str, ...]:
     if not rest.isprintable():
         raise ValueError("want one line of printable text")
     return (value,)
+
+
+def path(value: str) -> str:
+    """A file's path."""
+    if not value or "\0" in value:
+        raise ValueError("want a path")
+    return value
+
+
+def urls(value: str) -> tuple[str, ...]:
+    """``http(s)://HOST:PORT`` with commas between. What is secret has no place there."""
+    found = tuple(part.strip().rstrip("/") for part in value.split(",") if part.strip())
+    if not found or not all(url.startswith(("http://", "https://")) and url.isprintable() for url in found):
+        raise ValueError("want http://HOST:PORT or https://HOST:PORT, commas between several")
+    if any("@" in url for url in found):
+        raise ValueError("want no user and password there, which others can read; see --etcd-user")
+    return found
 
 
 def positive_seconds(value: str) -> float:

@@ -14,8 +14,9 @@ from typing import Any
 
 from closeranks.cluster_events import ClusterAction, ClusterEvent, Tick
 from closeranks.config import BudgetConfig, ClusterConfig
-from closeranks.controller.cluster_journal import STATE_KIND, StateDiary, read_state
+from closeranks.controller.cluster_journal import STATE_KIND, StateDiary, read_parts, read_state
 from closeranks.controller.journal import Journal, Record, read
+from closeranks.controller.shared_state import Found, SharedState
 from closeranks.events import Finish, Tell
 from closeranks.linux import boot_id
 from closeranks.plain import to_plain
@@ -28,7 +29,12 @@ STARTED_KIND = "controller_started"
 
 
 class ClusterJob:
-    """One job's policy state and journal. ``resumed``: a controller before this one had begun it."""
+    """One job's policy state and journal. ``resumed``: a controller before this one had begun it.
+
+    ``shared``: where the state is kept for the next one, and without which nothing may be acted upon.
+    """
+
+    shared: SharedState | None = None
 
     def __init__(
         self, journal: Journal, state: ClusterState, *, resumed: bool, clock: Callable[[], float]
@@ -63,6 +69,32 @@ class ClusterJob:
         job._ended = next((_end_of(record) for record in records if record.kind == "finished"), None)
         return job
 
+    @classmethod
+    def lead(
+        cls,
+        path: Path,
+        config: ClusterConfig,
+        budget: BudgetConfig,
+        shared: SharedState,
+        found: Found | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> ClusterJob:
+        """Go on from what another controller has left in etcd; None: begin. Raises as ``open`` does."""
+        state = policy.initial(config, budget)
+        is_new = not path.exists()
+        journal = Journal.create(path) if is_new else Journal.open_for_append(path)
+        if found is not None:
+            state = policy.restore(read_parts(found.parts, state), clock(), found.shift_s)
+        job = cls(journal, state, resumed=found is not None, clock=clock)
+        job.shared = shared
+        if found is not None:
+            if is_new:
+                job.note("run_started", found.began)
+            job._diary.go_on(found.parts)
+            job._keep(job._changes(), ())
+        return job
+
     def note(self, kind: str, data: Mapping[str, Any], *, generation: int | None = None) -> None:
         """Put a fact into the journal that needs no decision."""
         self._journal.append(
@@ -79,20 +111,28 @@ class ClusterJob:
         self.state, actions = policy.decide(self.state, event, self._clock())
         if not actions and not isinstance(event, Tick):
             return actions
-        job = self.state.job
-        records = [(STATE_KIND, data) for data in self._diary.changes(self.state)]
+        records = self._changes()
         if actions:
             because = {"event": type(event).__name__, **to_plain(event)}
             decided = {"because": because, "actions": _plain_runs(actions), "reason": _told(actions)}
             records.insert(0, ("decided", decided))
+        self._keep(records, actions)
+        return actions
+
+    def _changes(self) -> list[tuple[str, dict[str, Any]]]:
+        return [(STATE_KIND, data) for data in self._diary.changes(self.state)]
+
+    def _keep(self, records: list[tuple[str, dict[str, Any]]], actions: tuple[ClusterAction, ...]) -> None:
+        generation = self.state.job.generation
         if records:
             self._journal.append_all(
                 records,
-                generation=job.generation if actions and job.generation >= 0 else None,
+                generation=generation if actions and generation >= 0 else None,
                 wall_ns=time.time_ns(),
                 mono_ns=time.monotonic_ns(),
             )
-        return actions
+        if self.shared is not None:
+            self.shared.decided([data for kind, data in records if kind == STATE_KIND], actions)
 
     @property
     def ended(self) -> Finish | None:

@@ -19,7 +19,7 @@ from closeranks.policy.cluster_restore import durable_job, durable_node
 from closeranks.policy.cluster_state import ClusterState, Forming, Member, Node, World
 from closeranks.policy.job import JobState
 
-__all__ = ["STATE_KIND", "StateDiary", "read_state"]
+__all__ = ["STATE_KIND", "StateDiary", "read_parts", "read_state"]
 
 STATE_KIND = "cluster_state"
 _ROOM_BYTES = MAX_DATA_BYTES // 2
@@ -48,6 +48,11 @@ class StateDiary:
     def __init__(self) -> None:
         self._seen: dict[str, Any] = {}  # the parts as they were
         self._written: dict[str, Any] = {}  # what of them is in the journal
+
+    def go_on(self, names: Iterable[str]) -> None:
+        """Parts by these names are written down already; what they hold is to be written again."""
+        self._seen = dict.fromkeys(names)
+        self._written = dict.fromkeys(self._seen)
 
     def changes(self, state: ClusterState) -> Iterator[dict[str, Any]]:
         """The data of the records that bring the journal up to ``state``; usually none or one."""
@@ -122,12 +127,15 @@ def read_state(records: Iterable[Record], fresh: ClusterState) -> ClusterState |
             for key in record.data.get("gone") or ():
                 parts.pop(key, None)
             found = True
-    if not found:
-        return None
+    return read_parts(parts, fresh) if found else None
+
+
+def read_parts(parts: Mapping[str, Any], fresh: ClusterState) -> ClusterState:
+    """The state from its parts by name, as records hold them. Raises JournalError."""
     try:
         return _whole(parts, fresh)
     except (PlainError, TypeError, ValueError) as error:
-        raise JournalError(f"the journal's state of the cluster makes no sense: {error}") from error
+        raise JournalError(f"the recorded state of the cluster makes no sense: {error}") from error
 
 
 def _whole(parts: Mapping[str, Any], fresh: ClusterState) -> ClusterState:

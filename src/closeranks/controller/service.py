@@ -100,10 +100,11 @@ class ClusterService:
         self.casebook = casebook
         self.board = ProgressBoard(lambda kind, data, g: job.note(kind, data, generation=g))
         self.finish: Finish | None = None
+        self.deposed = False
         self._job_id = job_id
         self._finished = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._handing_over = False
+        self.handing_over = False
         self._last_call = -1  # the generation of which a part has been saved for its planned end
         self._told = (-1, 0)  # the generation and step of which policy knows
         self._asked: dict[str, asyncio.Future[dict[str, Any]]] = {}
@@ -122,19 +123,47 @@ class ClusterService:
                 self.board.begin(world.generation, world.members)
                 self.board.ever_saved = True  # what went before isn't known: better to wait for a save
             self.console.tell("warning", "a new controller goes on with this job; its agents attach again")
+            if world is None:
+                self.spawn(self._place_late())
         else:
             self.dispatch(RunStarted())
-            config = self.job.state.config
-            self.spawn(self._place(config.max_nodes + config.spares, "the job begins"))
+            self._place_all()
         await self._finished.wait()
         assert self.finish is not None
-        await self._close(self.finish)
+        if self.deposed:
+            self._let_go(self.finish)
+        else:
+            await self._close(self.finish)
         return self.finish
+
+    def depose(self, reason: str) -> None:
+        """Another controller may lead the job: from now on nothing is decided or answered here."""
+        if self.finish is None:
+            self.deposed = True
+            self.finish = Finish(RunExit.DEPOSED, reason)
+            self._finished.set()
+
+    def _let_go(self, finish: Finish) -> None:
+        """Agents find the next leader, and the engine's own processes are not ours to end."""
+        for session in self.sessions:
+            session.peer.abort(finish.reason)
+        self.casebook.close()
+        self.joint_watch.close()
+        for task in self._tasks:
+            task.cancel()
+        self.job.note("deposed", {"reason": finish.reason})
+
+    def _leads(self) -> bool:
+        """Asked before an agent is given time: this process may have slept since it last looked."""
+        shared = self.job.shared
+        if shared is not None and not shared.leadership.is_held:
+            self.depose(shared.leadership.lost_because)
+        return not self.deposed
 
     async def _close(self, finish: Finish) -> None:
         self.casebook.close()
         self.joint_watch.close()
-        if self._handing_over:
+        if self.handing_over:
             return
         for session in self.sessions:
             session.send({"type": "finish", "exit_code": 0, "reason": finish.reason})
@@ -207,6 +236,14 @@ class ClusterService:
             self.casebook.down(after)
 
     def carry_out(self, actions: tuple[ClusterAction, ...]) -> None:
+        """At once; where other controllers may take over, once they would know of it."""
+        shared = self.job.shared
+        if shared is not None and actions:
+            shared.then(lambda: self._carry_out_all(actions))
+        else:
+            self._carry_out_all(actions)
+
+    def _carry_out_all(self, actions: tuple[ClusterAction, ...]) -> None:
         for action in actions:
             self._carry_out(action)
 
@@ -254,6 +291,16 @@ class ClusterService:
 
     # --- the engine ---------------------------------------------------------------------------------
 
+    def _place_all(self) -> None:
+        config = self.job.state.config
+        self.carry_out((RequestNode(config.max_nodes + config.spares, "the job begins"),))
+
+    async def _place_late(self) -> None:
+        """The controller before this one may have died before it had asked for nodes."""
+        await asyncio.sleep(self.job.state.config.reattach_grace_s)
+        if self.job.state.world is None and not self.job.state.nodes:
+            self._place_all()
+
     async def _place(self, count: int, reason: str) -> None:
         nodes = self.job.state.nodes.values()
         taken = frozenset(node.name for node in nodes if node.link in (Link.ATTACHED, Link.AWAITED))
@@ -284,6 +331,8 @@ class ClusterService:
             self.casebook.silent(session.node)
 
     def _admit(self, hello: Mapping[str, Any], peer: Peer) -> Session | None:
+        if not self._leads():
+            return None
         node, session_id = hello["node"], hello["session"]
         if hello["job"] != self._job_id:
             peer.send({"type": "refused", "reason": "this is another job's controller", "for_good": True})
@@ -302,7 +351,10 @@ class ClusterService:
         nodes = max(len(self.job.state.nodes), config.max_nodes)
         beat_s = config.lease_s / 2 if nodes < _SMALL else config.lease_s
         grace_s = config.reattach_grace_s
-        peer.send({"type": "welcome", "lease_s": config.lease_length_s, "beat_s": beat_s, "grace_s": grace_s})
+        term = self.job.shared.leadership.term if self.job.shared is not None else None
+        lease_s = config.lease_length_s
+        welcome = {"lease_s": lease_s, "beat_s": beat_s, "grace_s": grace_s, "term": term}
+        peer.send({"type": "welcome", **welcome})
         self.carry_out(actions)
         return session
 
@@ -323,6 +375,8 @@ class ClusterService:
 
     def _heartbeat(self, session: Session, message: Mapping[str, Any]) -> None:
         node = session.node
+        if not self._leads():
+            return
         self.dispatch(NodeHeartbeat(node, session.session))
         if not self.job.holds_lease(node, session.session):
             session.peer.close("its lease is over")
@@ -406,7 +460,7 @@ class ClusterService:
         self.job.note(
             "notice", {"level": "warning", "text": f"{reason}: the controller ends, the job does not"}
         )
-        self._handing_over = True
+        self.handing_over = True
         self.finish = self.finish or Finish(128 + number, reason)
         self._finished.set()
 
@@ -426,7 +480,10 @@ class ClusterService:
         if kind == "status":
             return {"ok": True, **self.status()}
         if kind == "drain":
-            return self._drain(request)
+            reply = self._drain(request)
+            if self.job.shared is not None:
+                await self.job.shared.settled()
+            return reply
         if kind == "inject":
             return await self._inject(str(request.get("spec", "")))
         return {"ok": False, "error": f"unknown request {kind!r}"}

@@ -45,7 +45,8 @@ class JobSpec:
 @dataclass(frozen=True, slots=True)
 class Join:
     """How an agent finds its controller and trusts it: an endpoint (``host:port``, or the path of a Unix
-    socket) and the file with the agents' credentials, which is a secret; None on a Unix socket."""
+    socket; with commas those of a controller and its standbys) and the file with the agents' credentials,
+    which is a secret; None on a Unix socket."""
 
     endpoint: str
     credentials: Path | None = None
