@@ -70,6 +70,7 @@ class ProcessFacts:
 
     ``threads`` begins with the main one. ``child_waits``: the distinct waits of all threads of all living
     descendants; read only where every thread of the rank itself is blocked, as they tell nothing otherwise.
+    ``heeds_children``: it handles SIGCHLD, and has children that may end, other than DataLoader workers.
     """
 
     state: str
@@ -80,6 +81,7 @@ class ProcessFacts:
     threads: tuple[ThreadFacts, ...] = ()
     children: int = 0
     child_waits: tuple[str, ...] = ()
+    heeds_children: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,6 +167,46 @@ def test_a_sync_of_ddp_skipped_in_cpp_is_proved(
     assert "step 30" in str(verdict["summary"]), verdict
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("fault", "world_size", "kinds"),
+    [
+        ("hang-python", 2, ("host_block", "never_enters")),
+        pytest.param("hang-c", 2, ("host_block", "never_enters"), marks=pytest.mark.slow),
+        pytest.param("skip", 4, ("skip_collective",), marks=pytest.mark.slow),
+        pytest.param("stop", 2, ("frozen_process",), marks=pytest.mark.slow),
+    ],
+)
+def test_workers_of_a_data_loader_hide_nothing(
+    fault: str, world_size: int, kinds: tuple[str, ...], run_closeranks: Callable[..., object], tmp_path: Path
+) -> None:
+    """They idle with a time limit and at a socket, which must not pass for life of the rank."""
+    runs, last = tmp_path / "runs", world_size - 1
+    done = run_closeranks(
+        *("run", "--nproc-per-node", str(world_size), "--log-dir", runs),
+        *("--inject", f"{fault}:rank={last},step={AT_STEP}", SCRIPT, "--workers", "2", "--steps", "40"),
+        *("--checkpoint", tmp_path / "c.pt"),
+        timeout_s=120,
+    )
+    assert done.returncode == 0, done.stderr
+    (verdict,) = verdicts(runs)
+    assert verdict["kind"] in kinds, verdict
+    assert [culprit["rank"] for culprit in verdict["culprits"]] == [last], verdict
+
+
+@pytest.mark.torch
+def test_a_sync_of_ddp_skipped_beside_data_workers_is_proved(
+    run_closeranks: Callable[..., object], tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    script = SCRIPT.with_name("skip_sync.py")
+    done = run_closeranks("run", "--nproc-per-node", "3", "--log-dir", runs, script, "2")
+    assert done.returncode == 0, done.stderr
+    (verdict,) = verdicts(runs)
+    assert (verdict["kind"], verdict["leaf"]) == ("skip_collective", "comm.desync"), verdict
+    assert [culprit["rank"] for culprit in verdict["culprits"]] == [1], verdict
+
+
 def test_a_fault_for_a_rank_that_is_not_there_is_refused(
     run_closeranks: Callable[..., object], tmp_path: Path
 ) -> None:

@@ -39,6 +39,10 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _MACHINE = platform.machine()
 # Signals that a process can have sent to itself later: setitimer() and alarm() leave no other trace in /proc.
 _ALARMS = 1 << 13 | 1 << 25 | 1 << 26  # SIGALRM 14, SIGVTALRM 26, SIGPROF 27
+_SIGCHLD = 1 << 16  # 17
+# As torch names a DataLoader's worker, and as the server of its shared memory is called. The handler that the
+# DataLoader has for SIGCHLD raises an error when a worker has died, and does nothing else.
+_HARMLESS_CHILDREN = (b"pt_data_worker", b"torch_shm_manag")
 
 
 def _read(path: str, limit_bytes: int = _READ_BYTES) -> bytes | None:
@@ -289,6 +293,16 @@ class _Reader:
             waits.add(Wait.UNKNOWN.value)
         return tuple(sorted(waits))
 
+    def heeds(self, status: Mapping[str, str], children: list[int]) -> bool:
+        """Whether the end of one of these may come, and run a signal handler that isn't the DataLoader's."""
+        if not _mask(status.get("SigCgt")) & _SIGCHLD:
+            return False
+        others = [
+            child for child in children
+            if (_read(f"/proc/{child}/comm", 64) or b"").strip() not in _HARMLESS_CHILDREN
+        ]  # fmt: skip
+        return can_wake_itself(self.waits_of(others))
+
 
 def read_process(
     pid: int, *, skip_tids: frozenset[int] = frozenset(), table: ProcessTable | None = None
@@ -317,6 +331,7 @@ def read_process(
     child_waits: tuple[str, ...] = ()
     if below and threads and not can_wake_itself(thread_waits(threads)):
         child_waits = reader.waits_of(below)
+    children = [child for child in below if table.parent.get(child) == pid]
     return ProcessFacts(
         state=fields[0].decode("ascii", "replace"),
         tracer_pid=_number(status.get("TracerPid")),
@@ -326,4 +341,5 @@ def read_process(
         threads=threads,
         children=len(below),
         child_waits=child_waits,
+        heeds_children=bool(children) and reader.heeds(status, children),
     )
