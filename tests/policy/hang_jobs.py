@@ -54,6 +54,7 @@ class Rank:
     groups: tuple[GroupStatus, ...] = ()
     answers: bool = True
     stack: str = "here"
+    where: str = ""
     exit: ExitStatus | None = None
     has_page: bool = True
     has_proc: bool = True
@@ -182,6 +183,7 @@ class Job:
             groups=rank.groups if detail_alive and rank.answers else (),
             answered=rank.answers if detail_alive else None,
             stack_id=rank.stack if detail_alive and rank.answers else "",
+            where=rank.where if detail_alive else "",
             state=LETTERS.get(rank.wait, "S") if letter and alive else "",
         )
 

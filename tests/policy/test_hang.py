@@ -52,6 +52,23 @@ def test_rank_0_alone_evaluates_for_a_minute(size: int, wait: Wait):
     assert job.levels() == ["suspect", "clear"]
 
 
+def test_a_suspicion_names_the_line_where_all_suspects_are():
+    job = trained(4)
+    job.all_enter(but=(1, 2))
+    for rank in job.ranks[1:3]:
+        rank.go(Wait.TIMED)
+        rank.where = "train.py:65 load"
+    job.run(5)
+    assert "(train.py:65 load) while 2 ranks wait" in job.findings[0][1].trigger.detail
+    job = trained(4)
+    job.all_enter(but=(1, 2))
+    for rank in job.ranks[1:3]:
+        rank.go(Wait.TIMED)
+        rank.where = f"train.py:{60 + rank.number} load"
+    job.run(5)
+    assert "train.py" not in job.findings[0][1].trigger.detail
+
+
 def test_what_was_long_once_is_not_suspect_again():
     job = trained()
     for _ in range(2):
