@@ -176,8 +176,8 @@ class Verdict:
 
     ``kind`` names the mechanism: rank_exit, exception, frozen_process, skip_collective, extra_collective,
     type_mismatch, size_mismatch, dtype_mismatch, wrong_order, never_enters, deadlock, subgroup_hang,
-    host_block, early_exit, out_of_memory, native_crash, init_stall, unknown. ``signature`` is equal for two
-    incidents in which the same thing broke at the same place.
+    host_block, early_exit, unanswered, out_of_memory, native_crash, init_stall, unknown. ``signature`` is
+    equal for two incidents in which the same thing broke at the same place.
     """
 
     leaf: str
