@@ -70,7 +70,8 @@ class ProcessFacts:
 
     ``threads`` begins with the main one. ``child_waits``: the distinct waits of all threads of all living
     descendants; read only where every thread of the rank itself is blocked, as they tell nothing otherwise.
-    ``heeds_children``: it handles SIGCHLD, and has children that may end, other than DataLoader workers.
+    ``heeds_children``: it handles SIGCHLD, and has children that may end: others than DataLoader
+    workers and Python's own helpers.
     """
 
     state: str

@@ -232,6 +232,30 @@ def test_a_handler_of_sigchld_may_open_it():
         assert not at_rest(facts, main_forever=True)
 
 
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_pythons_own_helpers_end_only_with_the_rank(method: str, tmp_path: Path):
+    """Beside a handler such as the DataLoader's."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing as m, os, signal, threading, time\n"
+        "NAME = 'import ctypes; ctypes.CDLL(None).prctl(15, b\"pt_data_worker\", 0, 0, 0)'\n"
+        "def work():\n  exec(NAME); time.sleep(100)\n"
+        "if __name__ == '__main__':\n"
+        "  signal.signal(signal.SIGCHLD, lambda *a: None)\n"
+        f"  c = m.get_context({method!r}); s = c.Semaphore(1)\n"
+        "  c.Process(target=work, daemon=True).start()\n"
+        "  lock = threading.Lock(); lock.acquire(); lock.acquire()\n"
+    )
+    with child(f"os.execv(sys.executable, [sys.executable, {str(script)!r}])") as pid:
+        facts = until(
+            lambda: (
+                (seen := procfs.read_process(pid)) and seen.children >= 2 and blocked_forever(seen) and seen
+            ),
+            "a lock beside a worker and the helpers that it needs",
+        )
+        assert not facts.heeds_children
+
+
 # Each waits for another process's work in a way that looks, from its main thread, like a deadlock.
 WAITING_FOR_CHILDREN = {
     "a pool": "import multiprocessing as m, time\nm.get_context('fork').Pool(1).apply(time.sleep, (100,))",

@@ -40,9 +40,14 @@ _MACHINE = platform.machine()
 # Signals that a process can have sent to itself later: setitimer() and alarm() leave no other trace in /proc.
 _ALARMS = 1 << 13 | 1 << 25 | 1 << 26  # SIGALRM 14, SIGVTALRM 26, SIGPROF 27
 _SIGCHLD = 1 << 16  # 17
-# As torch names a DataLoader's worker, and as the server of its shared memory is called. The handler that the
-# DataLoader has for SIGCHLD raises an error when a worker has died, and does nothing else.
-_HARMLESS_CHILDREN = (b"pt_data_worker", b"torch_shm_manag")
+# Children whose end runs nothing of the script's own: DataLoader workers and the server of their shared
+# memory, by their names (the handler that the DataLoader has for SIGCHLD raises an error when a worker has
+# died, and does nothing else); and Python's helpers, by their command lines, which end only with the rank.
+_HARMLESS_NAMES = (b"pt_data_worker", b"torch_shm_manag")
+_HARMLESS_COMMANDS = (
+    b"from multiprocessing.forkserver import main",
+    b"from multiprocessing.resource_tracker import main",
+)
 
 
 def _read(path: str, limit_bytes: int = _READ_BYTES) -> bytes | None:
@@ -222,6 +227,13 @@ def _mapping_kind(pid: int, address: int) -> str:
     return ""
 
 
+def _is_harmless(child: int) -> bool:
+    if (_read(f"/proc/{child}/comm", 64) or b"").strip() in _HARMLESS_NAMES:
+        return True
+    command = _read(f"/proc/{child}/cmdline") or b""
+    return any(text in command for text in _HARMLESS_COMMANDS)
+
+
 class _Reader:
     """Reads the threads of one rank's tree; the tree decides whether a pipe leads outside."""
 
@@ -297,11 +309,7 @@ class _Reader:
         """Whether the end of one of these may come, and run a signal handler that isn't the DataLoader's."""
         if not _mask(status.get("SigCgt")) & _SIGCHLD:
             return False
-        others = [
-            child for child in children
-            if (_read(f"/proc/{child}/comm", 64) or b"").strip() not in _HARMLESS_CHILDREN
-        ]  # fmt: skip
-        return can_wake_itself(self.waits_of(others))
+        return can_wake_itself(self.waits_of([child for child in children if not _is_harmless(child)]))
 
 
 def read_process(
