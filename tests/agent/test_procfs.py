@@ -242,7 +242,7 @@ def test_pythons_own_helpers_end_only_with_the_rank(method: str, tmp_path: Path)
         "def work():\n  exec(NAME); time.sleep(100)\n"
         "if __name__ == '__main__':\n"
         "  signal.signal(signal.SIGCHLD, lambda *a: None)\n"
-        f"  c = m.get_context({method!r}); s = c.Semaphore(1)\n"
+        f"  c = m.get_context({method!r})\n"
         "  c.Process(target=work, daemon=True).start()\n"
         "  lock = threading.Lock(); lock.acquire(); lock.acquire()\n"
     )
