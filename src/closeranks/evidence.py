@@ -70,6 +70,8 @@ class ProcessFacts:
 
     ``threads`` begins with the main one. ``child_waits``: the distinct waits of all threads of all living
     descendants; read only where every thread of the rank itself is blocked, as they tell nothing otherwise.
+    ``heeds_children``: it handles SIGCHLD, and has children that may end: others than DataLoader
+    workers and Python's own helpers.
     """
 
     state: str
@@ -80,6 +82,7 @@ class ProcessFacts:
     threads: tuple[ThreadFacts, ...] = ()
     children: int = 0
     child_waits: tuple[str, ...] = ()
+    heeds_children: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +177,8 @@ class Verdict:
 
     ``kind`` names the mechanism: rank_exit, exception, frozen_process, skip_collective, extra_collective,
     type_mismatch, size_mismatch, dtype_mismatch, wrong_order, never_enters, deadlock, subgroup_hang,
-    host_block, early_exit, out_of_memory, native_crash, init_stall, unknown. ``signature`` is equal for two
-    incidents in which the same thing broke at the same place.
+    host_block, early_exit, unanswered, out_of_memory, native_crash, init_stall, unknown. ``signature`` is
+    equal for two incidents in which the same thing broke at the same place.
     """
 
     leaf: str

@@ -209,6 +209,95 @@ def test_waiting_for_a_child_that_waits_for_ever_is():
         assert facts.children == 1
 
 
+SLEEPER = "if os.fork() == 0:\n  import time; time.sleep(100)\n"
+LOCKED = "import threading; l = threading.Lock(); l.acquire(); l.acquire()\n"
+
+
+def test_no_child_opens_a_lock_of_its_parent():
+    with child(SLEEPER + LOCKED) as pid:
+        facts = until(
+            lambda: (seen := procfs.read_process(pid)) and seen.child_waits == (Wait.TIMED,) and seen,
+            "a lock beside a child that sleeps",
+        )
+        assert blocked_forever(facts)
+        assert at_rest(facts, main_forever=True)
+
+
+def test_a_handler_of_sigchld_may_open_it():
+    handler = "import signal; signal.signal(signal.SIGCHLD, lambda *a: None)\n"
+    with child(SLEEPER + handler + LOCKED) as pid:
+        facts = facts_with(pid, Wait.FOREVER)
+        assert facts.heeds_children
+        assert not blocked_forever(facts)
+        assert not at_rest(facts, main_forever=True)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_pythons_own_helpers_end_only_with_the_rank(method: str, tmp_path: Path):
+    """Beside a handler such as the DataLoader's."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing as m, os, signal, threading, time\n"
+        "NAME = 'import ctypes; ctypes.CDLL(None).prctl(15, b\"pt_data_worker\", 0, 0, 0)'\n"
+        "def work():\n  exec(NAME); time.sleep(100)\n"
+        "if __name__ == '__main__':\n"
+        "  signal.signal(signal.SIGCHLD, lambda *a: None)\n"
+        f"  c = m.get_context({method!r})\n"
+        "  c.Process(target=work, daemon=True).start()\n"
+        "  lock = threading.Lock(); lock.acquire(); lock.acquire()\n"
+    )
+    with child(f"os.execv(sys.executable, [sys.executable, {str(script)!r}])") as pid:
+        facts = until(
+            lambda: (
+                (seen := procfs.read_process(pid)) and seen.children >= 2 and blocked_forever(seen) and seen
+            ),
+            "a lock beside a worker and the helpers that it needs",
+        )
+        assert not facts.heeds_children
+
+
+# Each waits for another process's work in a way that looks, from its main thread, like a deadlock.
+WAITING_FOR_CHILDREN = {
+    "a pool": "import multiprocessing as m, time\nm.get_context('fork').Pool(1).apply(time.sleep, (100,))",
+    "an executor": (
+        "import time\nfrom concurrent.futures import ProcessPoolExecutor as E\n"
+        "E(1).submit(time.sleep, 100).result()"
+    ),
+    "a thread that reads a pipe": (
+        "import threading, queue, time\nr, w = os.pipe()\n"
+        "if os.fork() == 0: time.sleep(100); os.write(w, b'x')\n"
+        "os.close(w); q = queue.Queue()\n"
+        "threading.Thread(target=lambda: q.put(os.read(r, 1)), daemon=True).start()\nq.get()"
+    ),
+    "a thread that waits for a child's end": (
+        "import threading, subprocess\n"
+        "t = threading.Thread(target=subprocess.run, args=(['sleep', '100'],), daemon=True)\n"
+        "t.start()\nthreading.Event().wait()"
+    ),
+    "a queue of another process": (
+        "import multiprocessing as m, time\nc = m.get_context('fork'); q = c.Queue()\n"
+        "c.Process(target=lambda: (time.sleep(100), q.put(1)), daemon=True).start()\nq.get()"
+    ),
+    "a semaphore that another process posts": (
+        "import multiprocessing as m, time\nc = m.get_context('fork'); s = c.Semaphore(0)\n"
+        "c.Process(target=lambda: (time.sleep(100), s.release()), daemon=True).start()\ns.acquire()"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WAITING_FOR_CHILDREN)
+def test_who_waits_for_a_childs_work_is_never_blocked_for_ever(name: str):
+    with child(WAITING_FOR_CHILDREN[name]) as pid:
+        until(lambda: (seen := procfs.read_process(pid)) and seen.children, "a child")
+        end = time.monotonic() + 0.7
+        while time.monotonic() < end:
+            facts = procfs.read_process(pid)
+            assert facts is not None
+            assert not blocked_forever(facts), facts
+            assert not at_rest(facts, main_forever=True), facts
+            time.sleep(0.02)
+
+
 def test_a_busy_second_thread_is_life():
     code = (
         "import threading, time\n"

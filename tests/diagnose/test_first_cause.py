@@ -12,7 +12,7 @@ import pytest
 from closeranks.diagnose import diagnose, first_cause
 from closeranks.events import ExitStatus
 from closeranks.evidence import ErrorRecord, Evidence, HostFacts, RankEvidence, ThreadFacts
-from closeranks.progress import Phase
+from closeranks.progress import Collective, Phase
 from closeranks.taxonomy import leaf
 
 from . import scenes
@@ -287,6 +287,198 @@ def test_two_ranks_that_meet_in_different_collectives_from_the_start() -> None:
     assert (verdict.leaf, verdict.culprits) == ("comm.desync", ())
     assert "train.py:57" in verdict.summary
     assert "train.py:71" in verdict.summary
+
+
+# --- proofs -----------------------------------------------------------------------------------------
+
+
+def only_ddp(step: int, rank: int) -> list[Op]:
+    """All that the script does on its own is done in C++."""
+    return [Op("all_reduce", hidden=True, numel=6), scenes.STEP]
+
+
+def after_ddp(world: int, visible: dict[int, Op], *, passes: bool) -> Job:
+    """Ranks that come to a collective of the script's own, while the rest is in DDP's next backward.
+
+    ``passes``: gloo paired them all the same, and let those with the visible one go on to the next.
+    """
+    job = Job(world, only_ddp, -1, total_steps=30).run()
+    for rank in job.ranks:
+        rank.finished = False
+        seq = rank.seqs[0] + 1
+        rank.at = (0, seq, scenes.HIDDEN)
+        op = visible.get(rank.number)
+        if op is not None:
+            rank.records.append(
+                Collective(
+                    seq, 0, op.op, op.dtype, op.numel, rank.step, op.line, SCRIPT, passes, rank.clock_ns
+                )
+            )
+            rank.at = (0, seq + 1, scenes.HIDDEN) if passes else (0, seq, op)
+        rank.seqs[0] = rank.at[1]
+    return job
+
+
+EXTRA = Op("all_reduce", 15, 4)
+
+
+@pytest.mark.parametrize(("world", "culprit"), [(3, 1), (4, 1), (4, 0), (8, 7)])
+def test_an_all_reduce_skipped_for_ddps_that_gloo_let_pass(world: int, culprit: int) -> None:
+    """The others have completed theirs: no record is open, and only the flight recorder tells the rest."""
+    job = after_ddp(world, {r: EXTRA for r in range(world) if r != culprit}, passes=True)
+    verdict = diagnose(job.evidence("desync", {}, ranks=(culprit,)))
+    assert (verdict.leaf, verdict.kind, verdict.culprit_ranks) == (
+        "comm.desync",
+        "skip_collective",
+        (culprit,),
+    )
+    assert verdict.summary.startswith(f"rank {culprit} skipped all_reduce #31 of the default group")
+    assert "train.py:15" in verdict.summary
+
+
+@pytest.mark.parametrize(("world", "culprit"), [(3, 0), (4, 0), (8, 3)])
+def test_an_all_reduce_of_one_rank_alone_that_gloo_let_pass(world: int, culprit: int) -> None:
+    job = after_ddp(world, {culprit: EXTRA}, passes=True)
+    verdict = diagnose(job.evidence("desync", {}, ranks=tuple(r for r in range(world) if r != culprit)))
+    assert (verdict.kind, verdict.culprit_ranks) == ("extra_collective", (culprit,))
+    assert "train.py:15" in verdict.summary
+
+
+def test_what_gloo_let_pass_is_no_mismatch_without_a_proof() -> None:
+    """DDP's own in flight beside a visible one looks the same, for a moment, in health."""
+    job = after_ddp(4, {0: EXTRA, 2: EXTRA, 3: EXTRA}, passes=True)
+    for trigger in ("suspect", "exit"):
+        assert diagnose(job.evidence(trigger, {})).culprits == ()
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_barrier_of_one_of_two_ranks_beside_ddp(alone: int) -> None:
+    """Neither came to it before, so either may be in error; both sides are told."""
+    job = after_ddp(2, {alone: Op("barrier", 66, 0, "none")}, passes=False)
+    verdict = diagnose(job.evidence("desync", {}, ranks=(0, 1)))
+    assert (verdict.leaf, verdict.culprits) == ("comm.desync", ())
+    assert verdict.summary.startswith("ranks 0,1 are in different collectives at #31")
+    assert f"rank {alone} in barrier (train.py:66)" in verdict.summary
+    assert f"rank {1 - alone} in all_reduce issued from C++ (train.py:52 train)" in verdict.summary
+
+
+PROOFS = ("desync", "deadlock", "blocked", "early_exit", "stopped", "init_stall", "hang_timeout")
+
+
+def scenery() -> dict[str, Job]:
+    return {
+        "in step": Job(4, scenes.plain, -1, total_steps=5).run(),
+        "nothing done": Job(4, scenes.plain, -1, total_steps=0).run(),
+        "only in C++": after_ddp(4, {}, passes=False),
+        "passed": after_ddp(4, {2: EXTRA}, passes=True),
+        "two": after_ddp(2, {0: EXTRA}, passes=False),
+        "outside": halted(4, 1),
+        "one of two outside": halted(2, 1, scenes.ddp),
+    }
+
+
+@pytest.mark.parametrize("blind", ["", "pages", "stacks", "all", "suspended", "debugged"])
+@pytest.mark.parametrize("name", scenery())
+@pytest.mark.parametrize("kind", PROOFS)
+def test_what_was_proved_is_said(kind: str, name: str, blind: str) -> None:
+    """A generation was ended for it: the verdict says at least as much, however little else is known."""
+    job = scenery()[name]
+    entries = {rank.number: job.alive(rank) for rank in job.ranks}
+    for number, entry in entries.items():
+        if blind in ("pages", "all"):
+            entry = replace(entry, page=None)
+        if blind in ("stacks", "all"):
+            entry = replace(entry, stack=(), process=None, groups=(), answered=False)
+        if blind in ("suspended", "debugged"):
+            assert entry.process is not None
+            state = {"suspended": ("T", 0), "debugged": ("t", 7)}[blind]
+            entry = replace(entry, process=replace(entry.process, state=state[0], tracer_pid=state[1]))
+        entries[number] = entry
+    told = job.evidence(kind, entries, ranks=(1,))
+    for detail in ("rank 1 is as it should not be", ""):
+        verdict = diagnose(replace(told, trigger=replace(told.trigger, detail=detail)))
+        assert "nothing is wrong" not in verdict.summary
+        assert "nothing in the evidence" not in verdict.summary
+        assert verdict.leaf != "unknown" or detail in verdict.summary, verdict
+        assert verdict.culprits or verdict.leaf != "unknown" or kind == "hang_timeout" or blind, verdict
+
+
+# --- send and receive -------------------------------------------------------------------------------
+
+
+def in_pairs(job: Job, waits: dict[int, Op], *, lost: bool) -> dict[int, RankEvidence]:
+    """Some ranks wait in a send or receive, the others have finished."""
+    entries = {}
+    for rank in job.ranks:
+        op = waits.get(rank.number)
+        if op is None:
+            entries[rank.number] = job.dead(rank, ExitStatus(code=0), after_ms=5)
+            continue
+        rank.records.append(Collective(1, 0, op.op, "float32", 4, 0, op.line, SCRIPT, False, rank.clock_ns))
+        rank.at = (0, 1, op)
+        entries[rank.number] = (
+            job.victim(rank, CLOSED, at_ns=job.now_ns) if lost else replace(job.alive(rank), groups=())
+        )
+    return entries
+
+
+@pytest.mark.parametrize(
+    ("trigger", "lost"), [("exit", True), ("early_exit", False), ("hang_timeout", False)]
+)
+def test_who_waits_for_a_message_accuses_nobody(trigger: str, lost: bool) -> None:
+    """One receive too many here, or one send too few there: those who have finished may have done it all."""
+    job = Job(4, lambda step, rank: [], -1, total_steps=1).run()
+    entries = in_pairs(job, {1: Op("recv", 9), 2: Op("recv", 8)}, lost=lost)
+    verdict = diagnose(job.evidence(trigger, entries, ranks=(1,)))
+    assert (verdict.leaf, verdict.kind, verdict.culprits) == ("comm.desync", "unanswered", ())
+    assert verdict.confidence <= 0.6
+    assert "rank 1 in recv (train.py:9), rank 2 in recv (train.py:8)" in verdict.summary
+    assert "0 steps" not in str(verdict)
+
+
+def test_who_is_about_to_finish_has_left_as_well() -> None:
+    job = Job(3, lambda step, rank: [], -1, total_steps=1).run()
+    entries = in_pairs(job, {1: Op("recv", 9)}, lost=True)
+    for rank in (0, 2):
+        page = replace(job.page(job.ranks[rank]), phase=Phase.EXIT)
+        entries[rank] = replace(job.alive(job.ranks[rank]), page=page, groups=())
+    verdict = diagnose(job.evidence("exit", entries, ranks=(1,)))
+    assert (verdict.kind, verdict.culprits) == ("unanswered", ())
+    assert "ranks 0,2 have come to the end of the script" in verdict.summary
+
+
+def test_a_message_that_a_lost_rank_owed_explains_nothing() -> None:
+    """All lost a peer, and no rank has finished: one of them broke."""
+    job = Job(2, lambda step, rank: [], -1, total_steps=1).run()
+    entries = in_pairs(job, {0: Op("recv", 9), 1: Op("recv", 9)}, lost=True)
+    assert diagnose(job.evidence("exit", entries, ranks=(1,))).kind == "unknown"
+
+
+def test_all_wait_for_messages() -> None:
+    job = Job(2, lambda step, rank: [], -1, total_steps=1).run()
+    entries = in_pairs(job, {0: Op("send", 9), 1: Op("send", 9)}, lost=False)
+    verdict = diagnose(job.evidence("hang_timeout", entries))
+    assert (verdict.kind, verdict.culprits) == ("unanswered", ())
+    assert "ranks 0,1 in send (train.py:9)" in verdict.summary
+
+
+def test_who_left_a_collective_is_named_beside_a_message_nobody_answers() -> None:
+    job = halted(4, 3, leave=True)
+    entries = {3: job.dead(job.broken, ExitStatus(code=0), after_ms=5)}
+    entries |= {r: e for r, e in in_pairs(job, {1: Op("recv", 9)}, lost=False).items() if r == 1}
+    verdict = diagnose(job.evidence("early_exit", entries, ranks=(3,)))
+    assert (verdict.kind, verdict.culprit_ranks) == ("early_exit", (3,))
+
+
+def test_a_stopped_rank_that_is_only_suspected_is_left_alone() -> None:
+    job = halted(4, 1)
+    alive = job.alive(job.broken)
+    assert alive.process is not None
+    stopped = replace(alive, process=replace(alive.process, state="T"))
+    for kind, action, retry in (("suspect", "wait", False), ("stopped", "restart in place", True)):
+        verdict = diagnose(job.evidence(kind, {1: stopped}, ranks=(1,)))
+        assert (verdict.kind, verdict.culprit_ranks) == ("frozen_process", (1,))
+        assert (verdict.action, verdict.retry) == (action, retry)
 
 
 def test_two_ranks_that_wait_in_different_groups_from_the_start() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from closeranks.diagnose import stacks
 from closeranks.diagnose.stacks import (
     in_collective,
+    is_raising,
     parse_faulthandler,
     parse_stacks,
     user_frame,
@@ -178,6 +179,16 @@ def test_why_blocked(frames: list[Frame], words: str) -> None:
     reason = why_blocked(frames)
     assert words in reason
     assert bool(reason) == bool(words)
+
+
+def test_an_exception_that_is_just_being_written_down() -> None:
+    ours = [
+        Frame(STDLIB + "linecache.py", 136, "updatecache"),
+        Frame(STDLIB + "traceback.py", 690, "__init__"),
+        Frame("/opt/venv/lib/closeranks/worker/bootstrap.py", 311, "_report"),
+    ]
+    assert is_raising(ours)
+    assert not is_raising([*ours[:2], Frame(SCRIPT, 57, "_report")])
 
 
 def test_in_collective() -> None:

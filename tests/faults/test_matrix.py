@@ -154,6 +154,67 @@ def test_a_collective_skipped_for_one_of_ddp_that_gloo_lets_pass_is_proved(
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize(("world_size", "rank"), [(3, 1), (4, 0)])
+def test_an_all_reduce_skipped_where_the_rest_is_from_cpp_is_named(
+    world_size: int, rank: int, run_closeranks: Callable[..., object], tmp_path: Path
+) -> None:
+    """It is the only one that Python sees: no past to compare with, and gloo lets the others pass."""
+    runs = tmp_path / "runs"
+    script = SCRIPT.with_name("conditional_reduce.py")
+    size = ("--nproc-per-node", str(world_size))
+    done = run_closeranks("run", *size, "--log-dir", runs, script, "all-but", str(rank))
+    assert done.returncode == 0, done.stderr
+    (verdict,) = verdicts(runs)
+    assert verdict["kind"] == "skip_collective", verdict
+    assert [culprit["rank"] for culprit in verdict["culprits"]] == [rank], verdict
+    assert "conditional_reduce.py:" in verdict["summary"], verdict
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_an_all_reduce_of_one_rank_alone_is_named(
+    run_closeranks: Callable[..., object], tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    script = SCRIPT.with_name("conditional_reduce.py")
+    done = run_closeranks("run", "--nproc-per-node", "4", "--log-dir", runs, script, "only", "0")
+    assert done.returncode == 0, done.stderr
+    (verdict,) = verdicts(runs)
+    assert verdict["kind"] == "extra_collective", verdict
+    assert [culprit["rank"] for culprit in verdict["culprits"]] == [0], verdict
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_a_barrier_of_one_of_two_ranks_is_told_from_both_sides(
+    run_closeranks: Callable[..., object], tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    script = SCRIPT.with_name("conditional_reduce.py")
+    done = run_closeranks("run", "--nproc-per-node", "2", "--log-dir", runs, script, "barrier", "0")
+    assert done.returncode == 0, done.stderr
+    (verdict,) = verdicts(runs)
+    assert (verdict["leaf"], verdict["culprits"]) == ("comm.desync", []), verdict
+    assert "ranks 0,1 are in different collectives" in verdict["summary"], verdict
+    assert "barrier (conditional_reduce.py:" in verdict["summary"], verdict
+    assert "issued from C++ (conditional_reduce.py:" in verdict["summary"], verdict
+
+
+@pytest.mark.torch
+def test_a_receive_too_many_accuses_none_of_those_who_finished(
+    run_closeranks: Callable[..., object], tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    script = SCRIPT.with_name("ring.py")
+    size = ("--nproc-per-node", "4", "--max-restarts", "0")
+    done = run_closeranks("run", *size, "--log-dir", runs, script)
+    assert done.returncode != 0, done.stderr
+    (verdict,) = verdicts(runs)
+    assert (verdict["kind"], verdict["culprits"]) == ("unanswered", []), verdict
+    assert "recv (ring.py:" in verdict["summary"], verdict
+
+
+@pytest.mark.torch
 def test_a_sync_of_ddp_skipped_in_cpp_is_proved(
     run_closeranks: Callable[..., object], tmp_path: Path
 ) -> None:
@@ -165,6 +226,49 @@ def test_a_sync_of_ddp_skipped_in_cpp_is_proved(
     assert (verdict["kind"], verdict["leaf"]) == ("skip_collective", "comm.desync"), verdict
     assert [culprit["rank"] for culprit in verdict["culprits"]] == [1], verdict
     assert "step 30" in str(verdict["summary"]), verdict
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("fault", "world_size", "kinds"),
+    [
+        ("hang-python", 2, ("host_block", "never_enters")),
+        pytest.param("hang-c", 2, ("host_block", "never_enters"), marks=pytest.mark.slow),
+        pytest.param("skip", 4, ("skip_collective",), marks=pytest.mark.slow),
+        pytest.param("stop", 2, ("frozen_process",), marks=pytest.mark.slow),
+    ],
+)
+def test_workers_of_a_data_loader_hide_nothing(
+    fault: str, world_size: int, kinds: tuple[str, ...], run_closeranks: Callable[..., object], tmp_path: Path
+) -> None:
+    """They idle with a time limit and at a socket, which must not pass for life of the rank."""
+    runs, last = tmp_path / "runs", world_size - 1
+    done = run_closeranks(
+        *("run", "--nproc-per-node", str(world_size), "--log-dir", runs),
+        *("--inject", f"{fault}:rank={last},step={AT_STEP}", SCRIPT, "--workers", "2", "--steps", "40"),
+        *("--checkpoint", tmp_path / "c.pt"),
+        timeout_s=120,
+    )
+    assert done.returncode == 0, done.stderr
+    (verdict,) = verdicts(runs)
+    assert verdict["kind"] in kinds, verdict
+    assert [culprit["rank"] for culprit in verdict["culprits"]] == [last], verdict
+    if fault == "hang-python":
+        (suspicion,) = [line for line in done.stderr.splitlines() if "suspicious" in line]
+        assert "train.py:" in suspicion, suspicion
+
+
+@pytest.mark.torch
+def test_a_sync_of_ddp_skipped_beside_data_workers_is_proved(
+    run_closeranks: Callable[..., object], tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    script = SCRIPT.with_name("skip_sync.py")
+    done = run_closeranks("run", "--nproc-per-node", "3", "--log-dir", runs, script, "2")
+    assert done.returncode == 0, done.stderr
+    (verdict,) = verdicts(runs)
+    assert (verdict["kind"], verdict["leaf"]) == ("skip_collective", "comm.desync"), verdict
+    assert [culprit["rank"] for culprit in verdict["culprits"]] == [1], verdict
 
 
 def test_a_fault_for_a_rank_that_is_not_there_is_refused(

@@ -22,29 +22,40 @@ def no_incident(runs: Path) -> bool:
     return not list(runs.glob("*/incidents/[0-9]*"))
 
 
+WORKERS = ("--workers", "2")
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize(
-    "what",
+    ("what", "flags", "slow_s"),
     [
-        "evaluate-busy",
-        pytest.param("evaluate-asleep", marks=pytest.mark.slow),
-        pytest.param("checkpoint", marks=pytest.mark.slow),
-        pytest.param("first-step", marks=pytest.mark.slow),
-        pytest.param("uneven", marks=pytest.mark.slow),
-        pytest.param("data", marks=pytest.mark.slow),
-        pytest.param("data-workers", marks=pytest.mark.slow),
+        ("evaluate-busy", (), SLOW_S),
+        # A worker of the DataLoader sleeps past several turns of 5 s in which the loader looks for its data.
+        ("data", WORKERS, max(SLOW_S, 12.0)),
+        pytest.param("evaluate-asleep", (), SLOW_S, marks=pytest.mark.slow),
+        pytest.param("checkpoint", (), SLOW_S, marks=pytest.mark.slow),
+        pytest.param("first-step", (), SLOW_S, marks=pytest.mark.slow),
+        pytest.param("uneven", (), SLOW_S, marks=pytest.mark.slow),
+        pytest.param("data", (), SLOW_S, marks=pytest.mark.slow),
+        pytest.param("data", (*WORKERS, "--ahead"), max(SLOW_S, 20.0), marks=pytest.mark.slow),
+        pytest.param("data", (*WORKERS, "--persistent"), max(SLOW_S, 20.0), marks=pytest.mark.slow),
+        pytest.param("data-busy", WORKERS, SLOW_S, marks=pytest.mark.slow),
+        pytest.param("data-busy", (*WORKERS, "--ahead"), SLOW_S, marks=pytest.mark.slow),
+        pytest.param("evaluate-asleep", WORKERS, SLOW_S, marks=pytest.mark.slow),
     ],
 )
-def test_slow_is_not_dead(what: str, run_closeranks: Callable[..., object], tmp_path: Path) -> None:
+def test_slow_is_not_dead(
+    what: str, flags: tuple[str, ...], slow_s: float, run_closeranks: Callable[..., object], tmp_path: Path
+) -> None:
     runs = tmp_path / "runs"
     done = run_closeranks(
-        *("run", "--nproc-per-node", "3", "--log-dir", runs, SCRIPT),
-        *("--steps", "40", "--checkpoint", tmp_path / "c.pt", "--slow", what, "--slow-s", str(SLOW_S)),
-        timeout_s=120 + 3 * SLOW_S,
+        *("run", "--nproc-per-node", "3", "--log-dir", runs, SCRIPT, *flags),
+        *("--steps", "40", "--checkpoint", tmp_path / "c.pt", "--slow", what, "--slow-s", str(slow_s)),
+        timeout_s=120 + 3 * slow_s,
     )
     assert done.returncode == 0, done.stderr
     assert no_incident(runs), done.stderr
-    if what in ("evaluate-busy", "evaluate-asleep", "data", "data-workers"):
+    if what.startswith(("evaluate", "data")):
         assert "suspicious" in done.stderr and "all clear" in done.stderr, done.stderr
 
 

@@ -1,7 +1,10 @@
 """What the fault tests break: unmodified PyTorch with DDP, one explicit collective, checkpoints."""
 
 import argparse
+import queue
+import threading
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -41,16 +44,33 @@ class SlowFile:
 
 
 class SlowData(torch.utils.data.Dataset):
-    def __init__(self, size: int, pause_at: int, pause_s: float) -> None:
-        self.size, self.pause_at, self.pause_s = size, pause_at, pause_s
+    def __init__(self, size: int, pause_at: int, pause_s: float, computes: bool) -> None:
+        self.size, self.pause_at, self.pause_s, self.computes = size, pause_at, pause_s, computes
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if index == self.pause_at:
+        if index == self.pause_at and self.computes:
+            until = time.monotonic() + self.pause_s
+            while time.monotonic() < until:
+                torch.ones(64, 64) @ torch.ones(64, 64)
+        elif index == self.pause_at:
             time.sleep(self.pause_s)
         return torch.ones(4, 8)
+
+
+def through_a_thread(batches: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """What scripts do that fetch ahead by themselves: the main thread waits for a queue, without a limit."""
+    fetched: queue.Queue[torch.Tensor] = queue.Queue(maxsize=2)
+
+    def fetch() -> None:
+        for batch in batches:
+            fetched.put(batch)
+
+    threading.Thread(target=fetch, daemon=True).start()
+    while True:
+        yield fetched.get()
 
 
 def main() -> None:
@@ -59,6 +79,9 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--slow", default="")
     parser.add_argument("--slow-s", type=float, default=6.0)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--persistent", action="store_true")
+    parser.add_argument("--ahead", action="store_true", help="batches come through a thread and a queue")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -72,9 +95,12 @@ def main() -> None:
         done = state["step"]
     ddp = DistributedDataParallel(model)
     pause_at = 20 if args.slow.startswith("data") and rank == 0 else -1
-    data = SlowData(args.steps + 1, pause_at, args.slow_s)
-    workers = 2 if args.slow == "data-workers" else 0
-    loader = iter(torch.utils.data.DataLoader(data, batch_size=None, num_workers=workers))
+    data = SlowData(args.steps + 1, pause_at, args.slow_s, args.slow == "data-busy")
+    keep = args.persistent and args.workers > 0
+    batches = torch.utils.data.DataLoader(
+        data, batch_size=None, num_workers=args.workers, persistent_workers=keep
+    )
+    loader = through_a_thread(batches) if args.ahead else iter(batches)
     for step in range(done + 1, args.steps + 1):
         time.sleep(0.01)
         slow_on_purpose(args.slow, step, rank, args.slow_s)

@@ -17,9 +17,14 @@ LETTERS = {Wait.RUNNING: "R", Wait.DISK: "D", Wait.STOPPED: "T", Wait.TRACED: "t
 WCHANS = {Wait.FOREVER: "futex_do_wait", Wait.TIMED: "hrtimer_nanosleep", Wait.DISK: "nfs_wait_bit_killable"}
 
 
-def thread(wait: Wait, name: str = "python", wchan: str | None = None, tid: int = 2) -> ThreadFacts:
+LOCK = "202 0x55d0a49ea900 0x189 0x0 0x0 0x0 0xffffffff 0x7fffd8cf7500 0x7fefdfca3f16"  # a private futex
+
+
+def thread(
+    wait: Wait, name: str = "python", wchan: str | None = None, tid: int = 2, syscall: str = ""
+) -> ThreadFacts:
     where = WCHANS.get(wait, "") if wchan is None else wchan
-    return ThreadFacts(tid, name, LETTERS.get(wait, "S"), where, "", wait.value)
+    return ThreadFacts(tid, name, LETTERS.get(wait, "S"), where, syscall, wait.value)
 
 
 @dataclass
@@ -40,6 +45,7 @@ class Rank:
     threads: list[ThreadFacts] = field(default_factory=list)
     child_waits: tuple[str, ...] = ()
     children: int = 0
+    syscall: str = ""  # of the main thread, where its wait depends on it
     tracer: int = 0
     cpu_per_s: float = 0.0
     io_per_s: float = 0.0
@@ -48,6 +54,7 @@ class Rank:
     groups: tuple[GroupStatus, ...] = ()
     answers: bool = True
     stack: str = "here"
+    where: str = ""
     exit: ExitStatus | None = None
     has_page: bool = True
     has_proc: bool = True
@@ -155,7 +162,11 @@ class Job:
             cpu_s=round(rank.cpu_s, 2),
             io_bytes=int(rank.io_bytes),
             rss_bytes=1 << 20,
-            threads=(thread(rank.wait, tid=1), thread(Wait.INFRASTRUCTURE, "gloo_tcp_loop"), *rank.threads),
+            threads=(
+                thread(rank.wait, tid=1, syscall=rank.syscall),
+                thread(Wait.INFRASTRUCTURE, "gloo_tcp_loop"),
+                *rank.threads,
+            ),
             children=rank.children,
             child_waits=rank.child_waits,
         )
@@ -172,6 +183,7 @@ class Job:
             groups=rank.groups if detail_alive and rank.answers else (),
             answered=rank.answers if detail_alive else None,
             stack_id=rank.stack if detail_alive and rank.answers else "",
+            where=rank.where if detail_alive else "",
             state=LETTERS.get(rank.wait, "S") if letter and alive else "",
         )
 

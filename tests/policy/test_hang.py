@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hang_jobs import Job, Rank, thread
+from hang_jobs import LOCK, Job, Rank, thread
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -50,6 +50,23 @@ def test_rank_0_alone_evaluates_for_a_minute(size: int, wait: Wait):
     job.ranks[0].tick()
     job.train(5)
     assert job.levels() == ["suspect", "clear"]
+
+
+def test_a_suspicion_names_the_line_where_all_suspects_are():
+    job = trained(4)
+    job.all_enter(but=(1, 2))
+    for rank in job.ranks[1:3]:
+        rank.go(Wait.TIMED)
+        rank.where = "train.py:65 load"
+    job.run(5)
+    assert "(train.py:65 load) while 2 ranks wait" in job.findings[0][1].trigger.detail
+    job = trained(4)
+    job.all_enter(but=(1, 2))
+    for rank in job.ranks[1:3]:
+        rank.go(Wait.TIMED)
+        rank.where = f"train.py:{60 + rank.number} load"
+    job.run(5)
+    assert "train.py" not in job.findings[0][1].trigger.detail
 
 
 def test_what_was_long_once_is_not_suspect_again():
@@ -102,6 +119,19 @@ def test_data_comes_late_over_the_network():
     job.run(60)
     assert job.levels() == ["suspect"]
     assert job.findings[0][1].trigger.ranks == (1,)
+
+
+@pytest.mark.parametrize("wait", [Wait.TIMED, Wait.EXTERNAL, Wait.FOREVER])
+def test_data_of_workers_comes_late_through_a_thread_of_the_rank(wait: Wait):
+    """The main thread waits for a queue without a limit; who fills it waits for the workers' pipe."""
+    job = trained()
+    job.all_enter(but=(1,))
+    rank = job.ranks[1]
+    rank.go(Wait.FOREVER, Phase.DATA)
+    rank.syscall, rank.children, rank.child_waits = LOCK, 2, ("external", "forever", "timed")
+    rank.threads = [thread(wait, wchan="anon_pipe_read" if wait is Wait.FOREVER else None)]
+    job.run(60)
+    assert job.levels() == ["suspect"]
 
 
 def test_a_prefetch_thread_of_the_rank_itself():
@@ -778,6 +808,47 @@ def test_p4_two_of_them():
     job.ranks[1].go(Wait.FOREVER)
     job.ranks[2].go(Wait.FOREVER)
     assert job.acted_on(job.now_s, 3 * FLOOR_S).trigger.ranks == (1, 2)
+
+
+def with_data_workers(rank: Rank) -> None:
+    """As they idle: each waits for an index for 5 s at a time, and serves its shared memory at a socket."""
+    rank.syscall, rank.children, rank.child_waits = LOCK, 2, ("external", "forever", "timed")
+    rank.threads = [thread(Wait.FOREVER, syscall=LOCK), thread(Wait.INFRASTRUCTURE, "pt_data_pin")]
+
+
+@pytest.mark.parametrize(("size", "culprit"), [(2, 0), (4, 3)])
+def test_p4_blocked_for_ever_beside_data_workers(size: int, culprit: int):
+    job = trained(size)
+    since = job.now_s
+    job.all_enter(but=(culprit,))
+    for rank in job.ranks:
+        with_data_workers(rank)
+    job.ranks[culprit].go(Wait.FOREVER)
+    found = job.acted_on(since, 3.5 * FLOOR_S + 0.5)
+    assert (found.trigger.kind, found.trigger.ranks) == ("blocked", (culprit,))
+
+
+def test_a_sync_skipped_in_cpp_beside_data_workers():
+    """Only the flight recorder knows where these ranks wait."""
+    job = trained(4)
+    for rank in job.ranks:
+        done = 10 if rank.number == 1 else 11
+        wait_in_ddp(rank, done + 1, done)
+        gloo = thread(Wait.TIMED, "pt_gloo_runloop", "futex_do_wait", syscall=LOCK)
+        with_data_workers(rank)
+        rank.threads.append(gloo)
+    found = job.acted_on(job.now_s, 5 * FLOOR_S)
+    assert (found.trigger.kind, found.trigger.ranks) == ("desync", (1,))
+
+
+def test_workers_that_compute_are_waited_for():
+    """They use CPU of the rank's tree, whatever for."""
+    job = trained(2)
+    job.all_enter(but=(1,))
+    with_data_workers(job.ranks[1])
+    job.ranks[1].go(Wait.FOREVER, cpu_per_s=0.9)
+    job.run(60)
+    assert job.levels() == ["suspect"]
 
 
 @pytest.mark.parametrize("sign", ["cpu", "io", "stack", "children unread", "nobody waits"])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from closeranks.evidence import ProcessFacts, ThreadFacts
 from closeranks.policy.waits import (
     Wait,
+    at_rest,
     blocked_forever,
     can_wake_itself,
     classify,
@@ -147,6 +148,15 @@ def test_pollers_are_infrastructure_whatever_they_do_unless_halted(name: str):
     assert classify("T", name, "", "", "") is Wait.STOPPED
 
 
+def test_a_pinning_thread_idles_with_a_limit():
+    """The DataLoader's own; a thread of another name that polls may wake the one that waits for it."""
+    poll, busy = line(7, POINTER, 1, 5000), line(45, 5)
+    assert classify("S", "pt_data_pin", "", poll, "") is Wait.INFRASTRUCTURE
+    assert classify("S", "pt_data_pin", "", busy, "") is Wait.EXTERNAL  # a batch is on its way
+    assert classify("R", "pt_data_pin", "", "running", "") is Wait.RUNNING
+    assert classify("S", "prefetch", "", poll, "") is Wait.TIMED
+
+
 def test_worker_threads_are_infrastructure_only_while_they_idle():
     idle, busy = line(202, POINTER, 0x189, 0, NULL), line(202, POINTER, 0x189, 0, POINTER)
     assert classify("S", "pt_gloo_runloop", "", idle, "") is Wait.INFRASTRUCTURE
@@ -218,6 +228,52 @@ def test_one_thread_or_child_that_may_move_is_enough(wait: Wait):
 def test_children_must_have_been_looked_at():
     assert blocked_forever(process(Wait.FOREVER, children=1, child_waits=("forever",)))
     assert not blocked_forever(process(Wait.FOREVER, children=1))
+
+
+def locked(number: int, name: str = "python", wait: Wait = Wait.FOREVER, flags: int = 0x189) -> ThreadFacts:
+    limit = POINTER if wait is Wait.TIMED else NULL
+    return ThreadFacts(number, name, "S", "futex_do_wait", line(202, POINTER, flags, 0, limit), wait.value)
+
+
+BUSY_CHILDREN = (Wait.EXTERNAL, Wait.FOREVER, Wait.TIMED, Wait.RUNNING, Wait.DISK, Wait.UNKNOWN)
+
+
+@pytest.mark.parametrize("wait", BUSY_CHILDREN)
+def test_no_child_opens_a_lock_of_the_rank(wait: Wait):
+    """A private futex: the kernel looks for who waits for it in the process's own memory alone."""
+    rank = replace(process(children=2, child_waits=(wait.value,)), threads=(locked(1), locked(2)))
+    assert blocked_forever(rank)
+    assert at_rest(rank, main_forever=True)
+
+
+@pytest.mark.parametrize("wait", BUSY_CHILDREN)
+def test_a_child_may_wake_whoever_waits_elsewhere(wait: Wait):
+    """One thread that reads a pipe is how a worker's data comes to the rank."""
+    rank = process(children=2, child_waits=(wait.value,))
+    pipe = replace(thread(Wait.FOREVER, 3), wchan="anon_pipe_read", syscall=line(0, 5))
+    shared = locked(3, flags=0x109)
+    for other in (pipe, shared, replace(pipe, wchan=""), replace(locked(3), syscall="")):
+        for threads in ((locked(1), other), (other, locked(2))):
+            assert blocked_forever(replace(rank, threads=threads)) is (wait is Wait.FOREVER)
+            assert not at_rest(replace(rank, threads=threads), main_forever=True)
+
+
+def test_a_handler_of_sigchld_may_open_a_lock():
+    rank = replace(process(children=1, child_waits=("timed",)), threads=(locked(1),))
+    assert blocked_forever(rank)
+    assert not blocked_forever(replace(rank, heeds_children=True))
+    assert not at_rest(replace(rank, heeds_children=True), main_forever=True)
+    assert blocked_forever(replace(rank, heeds_children=True, child_waits=("forever",)))
+
+
+def test_a_lock_with_a_limit_is_life_whoever_holds_it():
+    rank = replace(
+        process(children=1, child_waits=("timed",)), threads=(locked(1), locked(2, wait=Wait.TIMED))
+    )
+    assert not blocked_forever(rank)
+    assert not at_rest(rank, main_forever=True)
+    gloo = locked(2, "pt_gloo_runloop", Wait.TIMED)  # a collective in flight: what the main thread waits for
+    assert at_rest(replace(rank, threads=(locked(1), gloo)), main_forever=True)
 
 
 def test_a_traced_or_stopped_process_is_in_someone_elses_hands():

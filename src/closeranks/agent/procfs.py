@@ -39,6 +39,15 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _MACHINE = platform.machine()
 # Signals that a process can have sent to itself later: setitimer() and alarm() leave no other trace in /proc.
 _ALARMS = 1 << 13 | 1 << 25 | 1 << 26  # SIGALRM 14, SIGVTALRM 26, SIGPROF 27
+_SIGCHLD = 1 << 16  # 17
+# Children whose end runs nothing of the script's own: DataLoader workers and the server of their shared
+# memory, by their names (the handler that the DataLoader has for SIGCHLD raises an error when a worker has
+# died, and does nothing else); and Python's helpers, by their command lines, which end only with the rank.
+_HARMLESS_NAMES = (b"pt_data_worker", b"torch_shm_manag")
+_HARMLESS_COMMANDS = (
+    b"from multiprocessing.forkserver import main",
+    b"from multiprocessing.resource_tracker import main",
+)
 
 
 def _read(path: str, limit_bytes: int = _READ_BYTES) -> bytes | None:
@@ -218,6 +227,13 @@ def _mapping_kind(pid: int, address: int) -> str:
     return ""
 
 
+def _is_harmless(child: int) -> bool:
+    if (_read(f"/proc/{child}/comm", 64) or b"").strip() in _HARMLESS_NAMES:
+        return True
+    command = _read(f"/proc/{child}/cmdline") or b""
+    return any(text in command for text in _HARMLESS_COMMANDS)
+
+
 class _Reader:
     """Reads the threads of one rank's tree; the tree decides whether a pipe leads outside."""
 
@@ -289,6 +305,12 @@ class _Reader:
             waits.add(Wait.UNKNOWN.value)
         return tuple(sorted(waits))
 
+    def heeds(self, status: Mapping[str, str], children: list[int]) -> bool:
+        """Whether the end of one of these may come, and run a signal handler that isn't the DataLoader's."""
+        if not _mask(status.get("SigCgt")) & _SIGCHLD:
+            return False
+        return can_wake_itself(self.waits_of([child for child in children if not _is_harmless(child)]))
+
 
 def read_process(
     pid: int, *, skip_tids: frozenset[int] = frozenset(), table: ProcessTable | None = None
@@ -317,6 +339,7 @@ def read_process(
     child_waits: tuple[str, ...] = ()
     if below and threads and not can_wake_itself(thread_waits(threads)):
         child_waits = reader.waits_of(below)
+    children = [child for child in below if table.parent.get(child) == pid]
     return ProcessFacts(
         state=fields[0].decode("ascii", "replace"),
         tracer_pid=_number(status.get("TracerPid")),
@@ -326,4 +349,5 @@ def read_process(
         threads=threads,
         children=len(below),
         child_waits=child_waits,
+        heeds_children=bool(children) and reader.heeds(status, children),
     )

@@ -17,9 +17,10 @@ from closeranks.agent import procfs
 from closeranks.agent.capture import ask_flight_recorder, group_statuses, take_stacks
 from closeranks.agent.processes import reap_zombies
 from closeranks.agent.world import Rank, World
-from closeranks.diagnose.stacks import parse_faulthandler
+from closeranks.diagnose.stacks import parse_faulthandler, user_frame
+from closeranks.diagnose.text import clean, place
 from closeranks.events import Progress
-from closeranks.evidence import GroupStatus, ProcessFacts, Trigger
+from closeranks.evidence import Frame, GroupStatus, ProcessFacts, Trigger
 from closeranks.policy import hang
 from closeranks.progress import Page
 
@@ -47,6 +48,7 @@ class _Detail:
     groups: tuple[GroupStatus, ...]
     answered: bool
     stack_id: str
+    where: str
 
 
 @dataclass(slots=True)
@@ -66,6 +68,7 @@ class _Seen:
     gathered_s: float = 0.0
     stacked_s: float = 0.0
     stack_ids: dict[int, str] = field(default_factory=dict)
+    places: dict[int, tuple[int, str]] = field(default_factory=dict)  # rank -> at which tick, where
     stack_every_s: float = _STACK_FIRST_S
 
 
@@ -280,7 +283,9 @@ class Watch:
         results = await asyncio.gather(*jobs)
         if len(results) > 1:
             for number, text in results[1].items():
-                seen.stack_ids[number] = _stack_id(text)
+                frames = parse_faulthandler(text)
+                seen.stack_ids[number] = _stack_id(frames)
+                seen.places[number] = (ticks[number], _place(frames))
         for rank in ranks:
             reply = (rank.replies or {}).get("flight_recorder")
             seen.details[rank.rank] = _Detail(
@@ -289,6 +294,7 @@ class Watch:
                 group_statuses(reply),
                 reply is not None,
                 seen.stack_ids.get(rank.rank, ""),
+                _place_at(seen, rank.rank, ticks[rank.rank]),
             )
 
     def _gathered(self, task: asyncio.Task[None]) -> None:
@@ -303,11 +309,24 @@ class Watch:
             self.blind("its evidence could not be gathered")
 
 
-def _stack_id(text: str) -> str:
+def _stack_id(frames: tuple[Frame, ...]) -> str:
     """A name for where the main thread is; our own evidence thread moves with each question."""
-    frames = parse_faulthandler(text)
     places = "\n".join(f"{frame.file}:{frame.line}:{frame.function}" for frame in frames)
     return hashlib.blake2b(places.encode("utf-8", "replace"), digest_size=8).hexdigest()
+
+
+def _place(frames: tuple[Frame, ...]) -> str:
+    """``train.py:57 main``: the innermost frame of the user's own code; "" for none."""
+    frame = user_frame(frames)
+    return (
+        f"{place(frame.file, frame.line)} {clean(frame.function, 60)}".rstrip() if frame is not None else ""
+    )
+
+
+def _place_at(seen: _Seen, rank: int, ticks: int) -> str:
+    """Where the rank is, if it hasn't moved since its stack was taken."""
+    taken_at, where = seen.places.get(rank, (-1, ""))
+    return where if taken_at == ticks else ""
 
 
 def _sample(rank: Rank, page: Page | None, detail: _Detail | None, *, letter: bool) -> hang.RankSample:
@@ -322,5 +341,6 @@ def _sample(rank: Rank, page: Page | None, detail: _Detail | None, *, letter: bo
         groups=detail.groups if detail else (),
         answered=detail.answered if detail else None,
         stack_id=detail.stack_id if detail else "",
+        where=detail.where if detail else "",
         state=(procfs.state_of(rank.pid) or "") if rank.alive and letter else "",
     )

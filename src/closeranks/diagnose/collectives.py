@@ -46,11 +46,12 @@ _Site = tuple[str, int, str]
 @dataclass(frozen=True, slots=True)
 class Desync:
     """``hard``: the collectives can't be one. Otherwise they may only be of different steps or lines, or
-    unseen, and the culprit's own past has to speak. ``finding.ranks`` is empty where neither side can be
-    blamed."""
+    unseen, and the culprit's own past has to speak. ``proved``: that ranks clashed just there is known.
+    ``finding.ranks`` is empty where neither side can be blamed."""
 
     finding: Finding
     hard: bool
+    proved: bool
 
     @property
     def decided(self) -> bool:
@@ -255,10 +256,20 @@ def _is_proved(scan: _Scan, seq: int, present: Mapping[int, Collective | None]) 
     if seq in scan.proved:
         return True
     # Equal collectives of different lines or steps would have gone through. One that a hook saw beside one
-    # that none saw would not: where a clash is known, and they stand there, this is it.
+    # that none saw would not: where a clash is known, and they stand there, this is it. gloo may also let
+    # some pass: then those who are left in what others have completed met them in another.
     clashed = bool(scan.fallen.of(Role.MISMATCH)) or scan.view.evidence.trigger.kind in ("desync", "deadlock")
-    unseen = None in present.values()
-    return clashed and unseen and all(record is None or not record.done for record in present.values())
+    if not clashed or None not in present.values():
+        return False
+    inside = [rank for rank, record in present.items() if record is None and _is_inside(scan, rank, seq)]
+    return bool(inside) or all(record is None or not record.done for record in present.values())
+
+
+def _is_inside(scan: _Scan, rank: int, seq: int) -> bool:
+    """Whether the flight recorder has the rank in this collective, entered and not completed."""
+    counters = scan.view.enqueued.get(rank, {}).get(scan.group)
+    shift = scan.view.shift(scan.group)
+    return counters is not None and counters[1] - shift < seq <= counters[0] - shift
 
 
 def _decide(scan: _Scan, seq: int, present: Mapping[int, Collective | None], hard: bool) -> Desync | None:
@@ -301,7 +312,7 @@ def _decide(scan: _Scan, seq: int, present: Mapping[int, Collective | None], har
         confidence=confidence if culprits else 0.5,
         majority=majority,
     )
-    return Desync(to_finding(scan.view, clash, scan.fallen), hard or seq in scan.proved)
+    return Desync(to_finding(scan.view, clash, scan.fallen), hard or seq in scan.proved, proved)
 
 
 def _sure_deviants(

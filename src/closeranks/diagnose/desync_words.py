@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from closeranks.diagnose.deaths import Fallen, Role
 from closeranks.diagnose.history import Conduct, Judgement
-from closeranks.diagnose.status import call_site, collective_text, stack_text
-from closeranks.diagnose.text import fold_ranks
+from closeranks.diagnose.status import call_site, collective_text, frame_text, stack_text
+from closeranks.diagnose.text import clean, fold_ranks
 from closeranks.diagnose.verdicts import Finding, line
 from closeranks.diagnose.view import View
 from closeranks.evidence import EvidenceLine
@@ -216,9 +216,23 @@ def _abort_lines(fallen: Fallen) -> list[EvidenceLine]:
     ]
 
 
+def _sides(view: View, clash: Clash) -> list[str]:
+    """``rank 0 in barrier (train.py:66)`` of each collective that somebody came to there."""
+    same: dict[str, list[int]] = {}
+    for rank, record in clash.present.items():
+        if record is not None:
+            text = f"{record.op} ({call_site(record)})"
+        else:
+            op = clean(view.enqueued.get(rank, {}).get(clash.group, (0, 0, ""))[2], 40) or "one"
+            where = frame_text(view.ranks[rank])
+            text = f"{op} issued from C++" + (f" ({where})" if where else "")
+        same.setdefault(text, []).append(rank)
+    return [f"{fold_ranks(ranks)} in {text}" for text, ranks in same.items()]
+
+
 def _undecided(view: View, clash: Clash, fallen: Fallen) -> Finding:
     shown = [(r, c) for r, c in clash.present.items() if c is not None]
-    seen = " and ".join(sorted({f"{c.op} ({call_site(c)})" for _, c in shown})[:4])
+    seen = " and ".join(_sides(view, clash)[:4])
     onset = min((c.mono_ns for _, c in shown if c.mono_ns), default=None)
     sites = sorted({f"{c.op} at {c.where}" for _, c in shown})
     differing = (
@@ -231,7 +245,7 @@ def _undecided(view: View, clash: Clash, fallen: Fallen) -> Finding:
         leaf="comm.desync",
         kind=kind,
         ranks=(),
-        summary=f"{fold_ranks(clash.present)} met in different collectives at #{clash.seq} of "
+        summary=f"{fold_ranks(clash.present)} are in different collectives at #{clash.seq} of "
         f"{view.group_label(clash.group)}: {seen}; which of them is in error can't be told",
         signature=f"desync {' / '.join(sites[:4])}",
         confidence=clash.confidence,

@@ -7,11 +7,13 @@ nothing decides, the verdict is "unknown", says what would have decided, and acc
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from closeranks.diagnose.collectives import Desync, find_desync
 from closeranks.diagnose.deaths import Fallen, Role, absentees, examine
 from closeranks.diagnose.hang_cause import find_frozen, find_hang_cause, find_short_step
 from closeranks.diagnose.hang_words import host_block, waiting_lines
-from closeranks.diagnose.text import fold_ranks
+from closeranks.diagnose.text import clean, fold_ranks
 from closeranks.diagnose.verdicts import Finding, line, to_verdict
 from closeranks.diagnose.view import View
 from closeranks.evidence import Evidence, Verdict
@@ -28,11 +30,23 @@ _SELF_EXPLAINED = frozenset(
 
 _STANDSTILLS = frozenset({"blocked", "deadlock", "hang_timeout", "early_exit", "init_stall"})
 
+# Generations are ended for these: leaf, kind and a sentence for when no rule finds more than that.
+_PROOFS = {
+    "desync": ("comm.desync", "unknown", "ranks are in different collectives"),
+    "deadlock": ("comm.desync", "deadlock", "all ranks wait for each other"),
+    "early_exit": ("comm.desync", "early_exit", "a rank ended with exit code 0 while others wait for it"),
+    "blocked": ("app.hang", "host_block", "a rank is blocked for ever while others wait for it"),
+    "stopped": ("app.hang", "frozen_process", "a rank was stopped by a signal"),
+    "init_stall": ("comm.bootstrap", "init_stall", "init_process_group did not come to an end"),
+    "hang_timeout": ("unknown", "unknown", "no sign of life for as long as --hang-timeout allows"),
+}
+_NAMES_ITS_RANKS = frozenset({"blocked", "stopped"})  # a proof about these ranks themselves
+
 
 def diagnose(evidence: Evidence) -> Verdict:
     """Which rank broke, and how. Pure; odd evidence leads to "unknown", never to an exception."""
     view = View(evidence)
-    return to_verdict(_decide(view), evidence)
+    return to_verdict(_with_proof(view, _decide(view)), evidence)
 
 
 def _decide(view: View) -> Finding:
@@ -51,9 +65,9 @@ def _decide(view: View) -> Finding:
         and not _before(frozen, desync.finding)
     ):
         return desync.finding
-    if first is not None:
-        return first
     suspect = view.evidence.trigger.kind == "suspect"
+    if first is not None:
+        return replace(first, action="wait", retry=False) if suspect and first is frozen else first
     held = _held_by_a_debugger(view)
     if held is not None and not fallen.deaths:
         return held
@@ -71,6 +85,8 @@ def _decide(view: View) -> Finding:
         return _only_a_suspicion(view, cause)
     if cause is not None and _may_conclude(view, fallen, cause):
         return cause
+    if desync is not None and desync.proved:
+        return desync.finding
     if view.evidence.trigger.kind == "init_stall":
         return _init_stall(view)
     return _unknown(view, fallen)
@@ -86,6 +102,7 @@ def _may_conclude(view: View, fallen: Fallen, cause: Finding) -> bool:
         or (kind == "desync" and cause.leaf == "comm.desync")
         or any(death.timeout for death in fallen.of(Role.VICTIM))
         or bool(finished & set(cause.ranks))
+        or cause.kind == "unanswered"
     )
 
 
@@ -112,6 +129,27 @@ def _earliest(root: Finding | None, frozen: Finding | None) -> Finding | None:
     if root is None or frozen is None or not frozen.ranks:
         return root or frozen
     return frozen if _before(frozen, root) else root
+
+
+def _with_proof(view: View, finding: Finding) -> Finding:
+    """What was proved is said, whatever the rules made of it: a generation was ended for it."""
+    trigger = view.evidence.trigger
+    if trigger.kind not in _PROOFS or finding.ranks or finding.leaf != "unknown":
+        return finding
+    leaf, kind, words = _PROOFS[trigger.kind]
+    proved = clean(trigger.detail, 300) or words
+    if finding.kind != "unknown" or finding.confidence >= 0.5:  # all of them suspended, or in a debugger
+        return replace(finding, summary=f"{proved}; {finding.summary}")
+    ranks = tuple(r for r in trigger.ranks if r in view.ranks) if trigger.kind in _NAMES_ITS_RANKS else ()
+    return replace(
+        finding,
+        leaf=leaf,
+        kind=kind,
+        ranks=ranks,
+        summary=proved if ranks else f"{proved}; which rank is in error isn't recorded",
+        signature=f"{trigger.kind} without a cause",
+        confidence=0.6 if trigger.kind != "hang_timeout" else 0.3,
+    )
 
 
 def _held_by_a_debugger(view: View) -> Finding | None:
@@ -232,7 +270,7 @@ def _unknown(view: View, fallen: Fallen) -> Finding:
     else:
         summary = (
             "nothing in the evidence says which rank broke"
-            if not _healthy(fallen, view)
+            if not _healthy(fallen, view) or view.evidence.trigger.kind in _PROOFS
             else "nothing is wrong as far as can be seen"
         )
     clash = next((p for p in view.pages.values() if p.desync_rank is not None), None)
@@ -240,7 +278,7 @@ def _unknown(view: View, fallen: Fallen) -> Finding:
         summary = (
             f"a worker saw another collective than its own at #{clash.desync_seq}, and its record is gone"
         )
-    idle = not victims and view.evidence.trigger.kind not in ("hang_timeout", "deadlock", "blocked", "desync")
+    idle = not victims and view.evidence.trigger.kind not in _PROOFS
     return Finding(
         leaf="comm.timeout"
         if timed_out

@@ -13,13 +13,21 @@ from itertools import pairwise
 
 from closeranks.diagnose.circle_words import circle
 from closeranks.diagnose.deaths import Fallen, Role
-from closeranks.diagnose.hang_words import early_exit, frozen, host_block, late_arrival, short_step
+from closeranks.diagnose.hang_words import (
+    early_exit,
+    frozen,
+    host_block,
+    late_arrival,
+    short_step,
+    unanswered,
+)
 from closeranks.diagnose.history import Conduct, History
 from closeranks.diagnose.stacks import in_backward, in_collective, is_raising
 from closeranks.diagnose.status import is_stopped
 from closeranks.diagnose.verdicts import Finding
 from closeranks.diagnose.view import P2P_OPS, View
 from closeranks.policy.waits import blocked_forever
+from closeranks.progress import Phase
 
 __all__ = ["Wait", "WaitGraph", "find_frozen", "find_hang_cause", "find_short_step", "wait_graph"]
 
@@ -130,10 +138,18 @@ def find_hang_cause(view: View, fallen: Fallen) -> Finding | None:
         return late
     graph = wait_graph(view, fallen)
     finished = {death.rank for death in fallen.of(Role.FINISHED)}
+    pairs = _in_pairs(view, graph)
+    if pairs and set(pairs) == set(graph.waits):
+        ended = finished | {rank for rank, page in view.pages.items() if page.phase is Phase.EXIT}
+        others = ended.difference(pairs)
+        lost = any(not death.timeout for death in fallen.of(Role.VICTIM))
+        if others.issuperset(graph.roots) and (others or not lost):
+            return unanswered(view, pairs, tuple(sorted(others)))
     roots = [rank for rank in graph.roots if not _is_victim(fallen, rank)]
-    gone = [rank for rank in roots if rank in finished]
+    gone = [rank for rank in roots if rank in finished and _is_missed(graph, rank, pairs)]
     if gone:
         return _left(view, graph, gone)
+    roots = [rank for rank in roots if rank not in finished]
     if roots:
         culprits = _narrow(view, graph, roots)
         return host_block(view, graph.waits, culprits, graph.waiters, _sure(view)) if culprits else None
@@ -148,6 +164,17 @@ def find_hang_cause(view: View, fallen: Fallen) -> Finding | None:
     if trigger.kind == "deadlock" and len(graph.waits) == len(view.order):
         return circle(view, (), graph.waits, 0.5, {})
     return None
+
+
+def _in_pairs(view: View, graph: WaitGraph) -> tuple[int, ...]:
+    """Ranks that wait for one peer, in a send or a receive: for which one, the page doesn't say."""
+    records = {rank: view.open_record(rank) for rank in graph.waits}
+    return tuple(rank for rank, record in records.items() if record is not None and record.op in P2P_OPS)
+
+
+def _is_missed(graph: WaitGraph, rank: int, pairs: tuple[int, ...]) -> bool:
+    """Whether somebody waits for this rank who isn't in a send or receive with who knows whom."""
+    return any(rank in targets for waiter, targets in graph.edges.items() if waiter not in pairs)
 
 
 def _is_victim(fallen: Fallen, rank: int) -> bool:
@@ -171,7 +198,8 @@ def _narrow(view: View, graph: WaitGraph, roots: list[int]) -> tuple[int, ...]:
 
 def _left(view: View, graph: WaitGraph, gone: list[int]) -> Finding | None:
     """Some finished, others wait for them: did they leave too early, or do the others do too much?"""
-    waiters = [rank for rank in graph.waiters if rank not in gone]
+    pairs = _in_pairs(view, graph)
+    waiters = [rank for rank in graph.waiters if rank not in gone and rank not in pairs]
     if len(gone) == len(waiters) and _out_of_step(view, (*gone, *waiters)):
         return None
     extra = [rank for rank in waiters if _open_conduct(view, rank) is Conduct.EXTRA]

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from closeranks.diagnose.status import (
     blocked_reason,
+    call_site,
     collective_text,
     frame_text,
     short_collective,
@@ -20,7 +21,7 @@ from closeranks.evidence import EvidenceLine, ProcessFacts, RankEvidence
 from closeranks.policy.waits import blocked_forever
 from closeranks.progress import Collective, Page, Phase
 
-__all__ = ["early_exit", "frozen", "host_block", "late_arrival", "short_step", "waiting_lines"]
+__all__ = ["early_exit", "frozen", "host_block", "late_arrival", "short_step", "unanswered", "waiting_lines"]
 
 
 class _Waits(Protocol):
@@ -284,10 +285,11 @@ def early_exit(
     for rank in (*gone, *waiters)[:4]:
         page = view.pages.get(rank)
         if page is not None:
+            steps = f"{page.step} steps" if page.step else "no optimizer step"
             lines.append(
                 line(
                     f"rank {rank} progress",
-                    f"{page.step} steps, {page.world_seq} collectives of the default group",
+                    f"{steps}, {page.world_seq} collectives of the default group",
                     "how far it came",
                 )
             )
@@ -299,7 +301,7 @@ def early_exit(
             confidence, tuple(lines), record.mono_ns if record else None,
         )  # fmt: skip
     page = view.pages.get(gone[0])
-    after = f" after {page.step} steps" if page is not None else ""
+    after = f" after {page.step} steps" if page is not None and page.step else ""  # 0: it may have none
     still = (
         f" while {fold_ranks(waiters)} still wait{'s' if len(waiters) == 1 else ''} in {place}"
         if waiters
@@ -315,4 +317,34 @@ def early_exit(
         confidence=confidence,
         lines=tuple(lines),
         onset_ns=min(exits, default=None),
+    )
+
+
+def unanswered(view: View, waiters: tuple[int, ...], ended: tuple[int, ...]) -> Finding:
+    """Ranks that wait in a send or receive, and nobody is left who might answer. With whom isn't recorded:
+    one call too many on this side, or one too few on the other, look the same."""
+    calls: dict[str, list[int]] = {}
+    records = {rank: c for rank in waiters if (c := view.open_record(rank)) is not None}
+    for rank, record in records.items():
+        calls.setdefault(f"{record.op} ({call_site(record)})", []).append(rank)
+    where = ", ".join(f"{fold_ranks(ranks)} in {call}" for call, ranks in list(calls.items())[:4])
+    have = "has" if len(ended) == 1 else "have"
+    done = f"; {fold_ranks(ended)} {have} come to the end of the script" if ended else ""
+    lines = [
+        line(f"{fold_ranks(ranks)} calls", f"waits in {call}, which nobody answers", "open to the end")
+        for call, ranks in calls.items()
+    ]
+    lines += waiting_lines(view, (r for r in view.order if r not in ended), "what came of it")
+    lines += waiting_lines(view, ended, "it answers no more")
+    places = sorted({f"{c.op} at {c.where}" for c in records.values()})
+    return Finding(
+        leaf="comm.desync",
+        kind="unanswered",
+        ranks=(),
+        summary=f"a send or receive is never answered: {where}{done}",
+        signature=f"unanswered {' / '.join(places[:4])}",
+        confidence=0.6,
+        lines=tuple(lines),
+        onset_ns=min((c.mono_ns for c in records.values() if c.mono_ns), default=None),
+        missing=("the peers of send and recv calls",),
     )

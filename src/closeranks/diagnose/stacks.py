@@ -177,6 +177,8 @@ _COLLECTIVE_FILES = re.compile(
     r"torch/distributed/(distributed_c10d|_functional_collectives|c10d_logger)\.py$"
 )
 _EXCEPT_HOOKS = frozenset({"_distributed_excepthook", "print_exception", "excepthook"})
+_OUR_REPORT = ("worker/bootstrap.py", frozenset({"_report", "_show"}))  # what a script's exception ends in
+_OUR_REPORT = ("worker/bootstrap.py", frozenset({"_report", "_show"}))  # what a script's exception ends in
 _SETUP = re.compile(r"^_?(init_process_group|new_(process_)?group|destroy_process_group)")
 
 
@@ -187,7 +189,11 @@ def in_backward(frames: Sequence[Frame]) -> bool:
 
 def is_raising(frames: Sequence[Frame]) -> bool:
     """True if the script is over with an exception that is just being reported."""
-    return any(f.function in _EXCEPT_HOOKS for f in frames[:_INNERMOST])
+    file, functions = _OUR_REPORT
+    return any(
+        f.function in _EXCEPT_HOOKS or (f.function in functions and f.file.endswith(file))
+        for f in frames[:_INNERMOST]
+    )
 
 
 def in_collective(frames: Sequence[Frame]) -> bool:

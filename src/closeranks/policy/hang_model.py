@@ -32,7 +32,8 @@ class RankSample:
 
     ``page``: the header is enough while all is well; ranks of ``wants_detail`` need the rings too, exited
     ones included. ``process``, ``groups`` (flight recorder), ``answered`` (did its evidence thread reply)
-    and ``stack_id`` (a hash of the main thread's stack, "" unknown) are for ranks of ``wants_detail``.
+    and ``stack_id`` (a hash of the main thread's stack, "" unknown) are for ranks of ``wants_detail``, as is
+    ``where``: the script's innermost frame, "train.py:57 main".
     ``state`` is the main thread's letter, for ranks of ``wants_state``; "" = not read.
     """
 
@@ -45,6 +46,7 @@ class RankSample:
     answered: bool | None = None
     stack_id: str = ""
     state: str = ""
+    where: str = ""
 
     @property
     def letter(self) -> str:

@@ -80,6 +80,9 @@ def suspicion_text(scene: Scene, ranks: tuple[int, ...]) -> str:
         facts.append(f"phase {samples[0].page.phase_name}")
     if len(ranks) == 1 and (doing := _main_thread(samples[0])):
         facts.append(doing)
+    places = {sample.where for sample in samples}
+    if len(places) == 1 and (place := places.pop()):
+        facts.append(place)
     if facts:
         text += f" ({', '.join(facts)})"
     return text + others_wait(scene, ranks, "in a collective")

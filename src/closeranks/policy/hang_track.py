@@ -169,6 +169,7 @@ def _completed(now: RankSample, before: RankSample | None) -> RankSample:
         groups=now.groups or before.groups,
         answered=before.answered if now.answered is None else now.answered,
         stack_id=now.stack_id or before.stack_id,
+        where=now.where or before.where,
     )
 
 

@@ -124,6 +124,9 @@ _POLLERS = re.compile(r"gloo_|pt_tcpstore|pt_nccl_|NCCL |pt_elastic|cuda-EvtHand
 # Threads that do the script's own work when there is some: idle only while they wait without a limit. A gloo
 # worker with a collective in flight waits with the group's timeout instead, which is no proof of anything.
 _WORKERS = re.compile(r"pt_gloo_runloop|pt_autograd_")
+# The DataLoader's thread that pins what its workers send. It looks for that in turns of 5 s; who waits for it
+# does so with the same limit, so that it wakes nobody who waits for ever.
+_PINNING = "pt_data_pin"
 
 # Someone holds the thread where it is and will let it go: cgroup freezer, suspend, seccomp supervisor.
 _HELD = re.compile(r"freez|refrigerator|seccomp")
@@ -250,6 +253,8 @@ def classify(
         return Wait.TIMED
     if wait is Wait.FOREVER and name and _WORKERS.match(name):
         return Wait.INFRASTRUCTURE
+    if wait is Wait.TIMED and name == _PINNING:
+        return Wait.INFRASTRUCTURE
     return wait
 
 
@@ -283,19 +288,45 @@ def _in_futex(thread: ThreadFacts) -> bool:
     return thread.wchan.startswith("futex") and len(thread.syscall.split()) > 1
 
 
+def _within_itself(thread: ThreadFacts) -> bool:
+    """Whether only threads of the same process can end this wait: a futex of private memory.
+
+    The kernel finds the waiters of such a futex by the process's own memory. No other process can wake them,
+    children included, but by a signal.
+    """
+    record = parse_syscall(thread.syscall) if thread.wchan.startswith("futex") else None
+    if record is None or not record.args[1] & _FUTEX_PRIVATE:
+        return False
+    return record.args[1] & ~(_FUTEX_PRIVATE | _FUTEX_CLOCK_REALTIME) in _FUTEX_WAITS
+
+
+def _out_of_reach(process: ProcessFacts) -> bool:
+    """Whether no child can wake any thread of the rank that isn't a library's: whatever DataLoader workers
+    do, a rank that waits for a lock of its own gets nothing from them.
+
+    Data of a worker comes through a pipe or socket, and some thread of the rank waits there for it; that
+    thread isn't out of reach.
+    """
+    return not process.heeds_children and all(
+        thread.wait in (Wait.INFRASTRUCTURE, Wait.ZOMBIE) or _within_itself(thread)
+        for thread in process.threads
+    )
+
+
 def blocked_forever(process: ProcessFacts) -> bool:
-    """Whether nothing in the rank's process tree can ever move again by itself.
+    """Whether nothing in the rank's process tree can ever move it again.
 
     True only if the main thread (the first of ``threads``) waits without a limit for its own tree, every
-    other thread of the tree does too or is a library's idle service thread, and all of them could be read.
+    other thread of the rank does too or is a library's idle service thread, and all of them could be read.
+    Children must be as idle, unless the rank is out of their reach.
     """
     if process.state != "S" or process.tracer_pid != 0 or not process.threads:
         return False
-    if process.threads[0].wait != Wait.FOREVER:
+    if process.threads[0].wait != Wait.FOREVER or can_wake_itself(thread_waits(process.threads)):
         return False
-    if process.children and not process.child_waits:
-        return False
-    return not can_wake_itself([*thread_waits(process.threads), *process.child_waits])
+    if not process.children or _out_of_reach(process):
+        return True
+    return bool(process.child_waits) and not can_wake_itself(process.child_waits)
 
 
 # Where a thread sleeps that waits for a lock or for a time, and not for data that may be on its way.
@@ -311,13 +342,13 @@ def at_rest(process: ProcessFacts, *, main_forever: bool) -> bool:
 
     Threads that wake up now and then (a progress bar's) count as resting; threads that compute, or wait for
     a disk, a child or the network, don't. With ``main_forever`` the main thread must wait without a limit,
-    nothing else may have one but a gloo worker (its collective's), and there may be no children.
+    nothing else may have one but a gloo worker (its collective's), and no child may be able to wake any.
     """
     if process.state != "S" or process.tracer_pid != 0 or not process.threads:
         return False
     if not main_forever:
         return all(_rests(thread) for thread in process.threads)
-    if process.threads[0].wait != Wait.FOREVER or process.children:
+    if process.threads[0].wait != Wait.FOREVER or (process.children and not _out_of_reach(process)):
         return False
     return all(
         thread.wait in _INERT or (thread.wait == Wait.TIMED and thread.name.startswith("pt_gloo_runloop"))
