@@ -281,7 +281,7 @@ NOT_USED_YET = {
     "closeranks.agent.store_process",
     "closeranks.backoff",
     "closeranks.controller.connect",
-    "closeranks.engines.base",
+    "closeranks.engines.slurm",
 }
 
 

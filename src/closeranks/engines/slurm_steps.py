@@ -1,0 +1,200 @@
+"""Agents as steps of a Slurm allocation: one srun for one node or many, from its start to its certain end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from closeranks.engines.slurm_commands import ask, plain_environment, step_environment
+from closeranks.engines.slurm_text import parse_steps
+from closeranks.engines.tether import tethered
+
+__all__ = ["Step", "Steps", "output_pattern"]
+
+_STEP_PREFIX = "closeranks-"
+_PROBE_TIMEOUT_S = 15.0
+_ASK_TIMEOUT_S = 5.0
+_TERM_GRACE_S = 3.0  # from SIGTERM to the agents, to the end of srun
+_ABORT_GRACE_S = 4.0  # from SIGTERM to srun, which has slurmstepd kill its tasks, to its end
+
+# --wait=0 and --kill-on-bad-exit=0: the end of an agent ends no other one. No --exact, so that an agent has
+# all of its node that the job has; --cpu-bind=none, as its ranks are more than Slurm's one task.
+_STEP_OPTIONS = (
+    "--ntasks-per-node=1",
+    "--overlap",
+    "--no-kill",
+    "--kill-on-bad-exit=0",
+    "--wait=0",
+    "--export=ALL",
+    "--input=none",
+    "--mem=0",
+    "--mpi=none",
+    "--cpu-bind=none",
+    "--quiet",  # errors are shown all the same
+)
+
+# $1: the mark of this job's agents, $2: the step's name. All of an agent's processes inherit the mark, so
+# that a node's /proc tells whether any of them is left: two agents of a job on one node are one too many.
+_AGENT_SH = """
+mark=CLOSERANKS_SLURM_AGENT=$1@$SLURMD_NODENAME tries=0
+while grep -zqsxF -e "$mark" /proc/[0-9]*/environ; do
+    tries=$((tries + 1))
+    if [ "$tries" -gt 50 ]; then
+        echo "closeranks: $SLURMD_NODENAME has an agent of this job already; none is added" >&2
+        exit 0
+    fi
+    sleep 0.2
+done
+export "$mark" CLOSERANKS_NODE="$SLURMD_NODENAME" CLOSERANKS_SESSION="$2@$SLURMD_NODENAME"
+shift 2
+exec "$@"
+"""
+_PROBE_SH = """
+mark=CLOSERANKS_SLURM_AGENT=$1@$SLURMD_NODENAME
+grep -zqsxF -e "$mark" /proc/[0-9]*/environ || echo "$SLURMD_NODENAME"
+"""
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """An srun of ours. ``nodes``: where its agents are, as far as we know."""
+
+    name: str
+    nodes: set[str]
+    process: asyncio.subprocess.Process
+    began_at_s: float = field(default_factory=time.monotonic)
+    is_unwanted: bool = False
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self.began_at_s
+
+
+class Steps:
+    """All steps of one engine.
+
+    ``output``: a file name pattern of srun's for what agents write, or None for our own standard output and
+    error. ``is_tethered``: sruns, and so agents, end when this process does.
+    """
+
+    def __init__(
+        self, job: str, mark: str, *, environment: Mapping[str, str], output: str | None, is_tethered: bool
+    ) -> None:
+        self.living: set[Step] = set()
+        self._job = job
+        self._mark = f"{mark}/{job}"
+        self._environment = step_environment(plain_environment(environment), job)
+        self._output = output
+        self._is_tethered = is_tethered
+        self._names: set[str] = set()
+
+    @property
+    def busy(self) -> set[str]:
+        """The nodes that have an agent, as far as we know."""
+        return {node for step in self.living for node in step.nodes}
+
+    def _srun(self, nodes: Collection[str], name: str, *options: str) -> list[str]:
+        count = len(nodes)
+        return [
+            "srun", f"--nodes={count}", f"--ntasks={count}", f"--nodelist={','.join(nodes)}",
+            f"--job-name={name}", *_STEP_OPTIONS, *options,
+        ]  # fmt: skip
+
+    async def begin(self, nodes: Sequence[str], agent: Sequence[str]) -> Step | None:
+        """One step with one ``agent`` on each of ``nodes``. None: srun can't be run here."""
+        name = _STEP_PREFIX + secrets.token_hex(6)
+        output = [f"--output={self._output}", "--open-mode=append"] if self._output is not None else []
+        argv = [*self._srun(nodes, name, *output), "sh", "-c", _AGENT_SH, "sh", self._mark, name, *agent]
+        self._names.add(name)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(tethered(argv, sys.executable) if self._is_tethered else argv),
+                stdin=asyncio.subprocess.DEVNULL,
+                env=self._environment,
+                process_group=0,  # a Ctrl-C at our terminal is for us, who know how to stop agents in order
+            )
+        except OSError:
+            return None
+        step = Step(name, set(nodes), process)
+        self.living.add(step)
+        return step
+
+    async def ended(self, step: Step) -> int:
+        """Wait for the end of ``step``; returns srun's exit code."""
+        code = await step.process.wait()
+        self.living.discard(step)
+        return code
+
+    async def find_empty(self, nodes: Collection[str]) -> set[str]:
+        """Those of ``nodes`` on which no process of any agent of this job is left.
+
+        Slurm doesn't know: a step whose slurmd and slurmstepd have died goes on as if nothing had happened.
+        """
+        if not nodes:
+            return set()
+        srun = self._srun(nodes, f"{_STEP_PREFIX}look")
+        answer = await ask(
+            [*srun, "sh", "-c", _PROBE_SH, "sh", self._mark],
+            timeout_s=_PROBE_TIMEOUT_S,
+            env=self._environment,
+        )
+        return set(answer.out.split()) & set(nodes)
+
+    async def end(self, steps: Collection[Step], *, grace_s: float) -> None:
+        """End ``steps``: by themselves within ``grace_s``, else by SIGTERM, else by Slurm killing them."""
+        if await _all_end(steps, grace_s):
+            return
+        await self._scancel({step.name for step in steps}, "--signal=TERM")
+        if await _all_end(steps, _TERM_GRACE_S):
+            return
+        _signal(steps, "terminate")
+        if await _all_end(steps, _ABORT_GRACE_S):
+            return
+        _signal(steps, "kill")  # its other half, which has waited for this, still has slurmctld end the step
+        await _all_end(steps, _ABORT_GRACE_S)
+
+    async def end_all(self, *, grace_s: float) -> None:
+        """End every step, and those that Slurm still has though their srun has gone."""
+        await self.end(tuple(self.living), grace_s=grace_s)
+        if self._names:
+            await self._scancel(self._names)
+
+    async def _scancel(self, names: Collection[str], *options: str) -> None:
+        listed = await ask(
+            ["squeue", "-h", "-s", "-j", self._job, "-o", "%i|%N|%j"],
+            timeout_s=_ASK_TIMEOUT_S,
+            env=self._environment,
+        )
+        ids = [step.step_id for step in parse_steps(listed.out) if step.name in names]
+        if ids:
+            await ask(["scancel", *options, *ids], timeout_s=_ASK_TIMEOUT_S, env=self._environment)
+
+
+async def _all_end(steps: Collection[Step], timeout_s: float) -> bool:
+    waits = [asyncio.ensure_future(step.process.wait()) for step in steps]
+    if not waits:
+        return True
+    _, waiting = await asyncio.wait(waits, timeout=timeout_s)
+    for wait in waiting:
+        wait.cancel()
+    return not waiting
+
+
+def _signal(steps: Collection[Step], how: str) -> None:
+    for step in steps:
+        if step.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                getattr(step.process, how)()
+
+
+def output_pattern(run_dir: Path) -> str:
+    """The file name, as srun reads it, of what the agent of each node writes."""
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    return os.fspath(run_dir / "logs").replace("%", "%%") + "/agent-%N.log"
