@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,18 @@ import pytest
 
 from conftest import eventually
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "scancel", "squeue", "scontrol", "sinfo")
+PROGRAMS = (
+    "munged",
+    "slurmctld",
+    "slurmd",
+    "srun",
+    "sbatch",
+    "salloc",
+    "scancel",
+    "squeue",
+    "scontrol",
+    "sinfo",
+)
 _START_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 5.0
 
@@ -64,8 +75,8 @@ SlurmdParameters=config_overrides
 GresTypes=gpu
 TreeWidth=64
 {extra}
-NodeName=node[0-{last}] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{first}-{end}] CPUs=8 RealMemory=1000 \
-Gres=gpu:8 State=UNKNOWN
+NodeName=node[0-{last}] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{first}-{end}] \
+CPUs=8 RealMemory=1000 Gres=gpu:8 State=UNKNOWN
 PartitionName=train Nodes=node[0-{last}] Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
 """
 
@@ -171,15 +182,15 @@ class SlurmCluster:
         }
         munge = self.directory / "munge"
         self.run(
-            "munged", "--force", f"--key-file={key}", f"--socket={munge}/munge.sock", f"--seed-file={munge}/seed",
-            f"--pid-file={munge}/munged.pid", f"--log-file={munge}/munged.log",
+            "munged", "--force", f"--key-file={key}", f"--socket={munge}/munge.sock",
+            f"--seed-file={munge}/seed", f"--pid-file={munge}/munged.pid", f"--log-file={munge}/munged.log",
         )  # fmt: skip
         self.start_controller()
         for number in range(self.nodes):
             self.start_slurmd(f"node{number}")
-        assert eventually(lambda: self.ask("sinfo", "-h", "-t", "idle", "-o", "%D") == str(self.nodes), 30.0), (
-            f"not {self.nodes} idle nodes:\n{self.ask('sinfo')}\n{self.logs()}"
-        )
+        assert eventually(
+            lambda: self.ask("sinfo", "-h", "-t", "idle", "-o", "%D") == str(self.nodes), 30.0
+        ), f"not {self.nodes} idle nodes:\n{self.ask('sinfo')}\n{self.logs()}"
 
     def run(self, *argv: str, timeout_s: float = 60.0) -> str:
         done = subprocess.run(
@@ -230,11 +241,11 @@ class SlurmCluster:
             with contextlib.suppress(OSError):
                 if (entry / "comm").read_text().strip() != "slurmstepd":
                     continue
-                opened = {os.readlink(fd) for fd in (entry / "fd").iterdir()}  # noqa: PTH115
                 where = os.readlink(entry / "cwd")  # noqa: PTH115
-                if where.startswith(str(spool)) and (not node or where == str(spool)):
-                    found.append(int(entry.name))
-                elif any(name.startswith(f"{self.directory}/slurmd-{node}") for name in opened):
+                opened = [os.readlink(fd) for fd in (entry / "fd").iterdir()]  # noqa: PTH115
+                is_there = where == str(spool) if node else where.startswith(f"{spool}/")
+                logs = f"{self.directory}/slurmd-{node or 'node'}"
+                if is_there or any(name.startswith(logs) for name in opened):
                     found.append(int(entry.name))
         return found
 
@@ -341,7 +352,3 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, say: Callable[[]
     began = time.monotonic()
     assert eventually(condition, timeout_s, 0.05), f"not within {timeout_s:g} s: {say()}"
     return time.monotonic() - began
-
-
-def only(mapping: Mapping[str, str], prefix: str) -> dict[str, str]:
-    return {name: value for name, value in mapping.items() if name.startswith(prefix)}

@@ -42,7 +42,10 @@ def run(directory: Path, argv: list[str]) -> None:
     restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
-    write(directory / "agents" / f"{restarts}.run", {"argv": argv, "env": dict(os.environ), "cwd": os.getcwd()})
+    write(
+        directory / "agents" / f"{restarts}.run",
+        {"argv": argv, "env": dict(os.environ), "cwd": f"{Path.cwd()}"},
+    )
     plan = json.loads((directory / "run.json").read_text())
     if restarts != "0":
         sys.exit(0)

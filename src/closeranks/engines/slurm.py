@@ -22,12 +22,13 @@ from closeranks.cluster_events import EngineDrains, NodeGone
 from closeranks.engines.base import EngineFact, JobSpec, Join, agent_command
 from closeranks.engines.slurm_commands import ask, ask_and_wait
 from closeranks.engines.slurm_script import SlurmOptions, batch_environment, batch_script, read_options
-from closeranks.engines.slurm_steps import Step, Steps, output_pattern
+from closeranks.engines.slurm_steps import Step, Steps
 from closeranks.engines.slurm_text import (
     Fate,
     JobView,
     expand_hostlist,
     fates,
+    parse_gres,
     parse_job,
     parse_nodes,
     parse_submitted,
@@ -44,6 +45,9 @@ _LOOK_PAUSE_S = 1.0
 # An srun that fails within this time has most likely never had its agents up; its node rests for a while.
 _LAUNCH_S = 60.0
 _REST_S = 60.0
+_REFUSED_S = 4.0  # slurmctld refuses a step at once; a node that can't be reached takes longer
+_REFUSED_PAUSE_S = 3.0
+_MOST_FAILURES = 8  # one after the other, until the next request
 _SETTLED_S = 5.0  # by then the agents of a step are there, or never will be
 _RELEASE_GRACE_S = 10.0
 _CLOSE_GRACE_S = 0.5
@@ -127,11 +131,13 @@ class SlurmEngine:
             raise ConfigError("srun isn't in PATH: Slurm's programs have to be installed on this host")
         self._join = join
         self._nodes = dict.fromkeys(expand_hostlist(self._environment.get("SLURM_JOB_NODELIST", "")))
+        logs = self._spec.run_dir / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
         self._steps = Steps(
             self._job,
             self._spec.job_id,
             environment=self._environment,
-            output=output_pattern(self._spec.run_dir) if self._options.agent_output == "files" else None,
+            logs=logs if self._options.agent_output == "files" else None,
             is_tethered=self._is_tethered,
         )
 
@@ -139,21 +145,38 @@ class SlurmEngine:
 
     async def place(self, count: int, reason: str) -> int:
         """See ``Engine``. Nodes are those of the allocation; 0 where no more of them can be used."""
+        return await self._place(count, failures=0)
+
+    async def _place(self, count: int, failures: int) -> int:
         async with self._placing:
             if self._steps is None or self._join is None or self._closing.is_set() or count < 1:
                 return 0
             chosen = (await self._unless_closing(self._free_nodes(self._steps, count)) or [])[:count]
-            groups = [[node] for node in chosen] if self._has_placed else [chosen]
+            gres = await self._gres() if chosen else {}
+            groups: dict[str, list[str]] = {}
+            for node in chosen:  # one step for all at first, as far as they have the same GPUs
+                groups.setdefault(node if self._has_placed else gres.get(node, ""), []).append(node)
             placed = 0
-            for nodes in groups:
-                if not nodes or self._closing.is_set():
+            for nodes in groups.values():
+                if self._closing.is_set():
                     break
-                step = await self._steps.begin(nodes, agent_command(self._spec, self._join))
+                agent = agent_command(self._spec, self._join)
+                step = await self._steps.begin(nodes, agent, gres.get(nodes[0], ""))
                 if step is not None:
                     self._has_placed = True
                     placed += len(nodes)
-                    self._spawn(self._follow(self._steps, step))
+                    self._spawn(self._follow(self._steps, step, failures))
             return placed
+
+    async def _gres(self) -> dict[str, str]:
+        """What the job has of GPUs and their like on each of its nodes; empty where Slurm doesn't say."""
+        shown = await ask(
+            ["scontrol", "show", "job", "-d", self._job], timeout_s=_ASK_TIMEOUT_S, env=self._environment
+        )
+        try:
+            return parse_gres(shown.out)
+        except ValueError:
+            return {}
 
     async def _unless_closing(self, work: Coroutine[Any, Any, list[str]]) -> list[str] | None:
         """What ``work`` comes to; None if it is time to close before."""
@@ -189,17 +212,27 @@ class SlurmEngine:
             busy = steps.busy
         return [node for node in healthy if node not in busy]
 
-    async def _follow(self, steps: Steps, step: Step) -> None:
-        """Wait for the end of ``step``. Where its agents never came up, keep the promise on other nodes."""
+    async def _follow(self, steps: Steps, step: Step, failures: int) -> None:
+        """Wait for the end of ``step``. Where its agents never came up, keep the promise on other nodes.
+
+        One node that can't be reached fails a step for many as a whole (srun: "Application launch failed"): one
+        by one, the others come up. And for some seconds after its start slurmctld refuses every step ("Memory
+        required by task is not available"): the same nodes are tried again.
+        """
         nodes = set(step.nodes)
         code = await steps.ended(step)
-        if code == 0 or step.is_unwanted or self._closing.is_set() or step.age_s > _LAUNCH_S:
+        if code == 0 or step.is_unwanted or step.age_s > _LAUNCH_S or failures >= _MOST_FAILURES:
             return
-        if len(nodes) == 1:
+        if step.age_s < _REFUSED_S:
+            await self._pause(_REFUSED_PAUSE_S)
+        elif len(nodes) == 1:
             self._rests_until_s.update(dict.fromkeys(nodes, time.monotonic() + _REST_S))
-        # One node that can't be reached fails a step for many as a whole (srun: "Application launch failed"):
-        # one by one, the others come up.
-        await self.place(len(nodes), "srun could not start an agent")
+        await self._place(len(nodes), failures + 1)
+
+    async def _pause(self, seconds: float) -> None:
+        """Let ``seconds`` pass, or less if it is time to close."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._closing.wait(), seconds)
 
     async def release(self, node: str, reason: str) -> None:
         """See ``Engine``. It stays in the allocation, unused, unless an operator drains and resumes it."""
@@ -242,15 +275,13 @@ class SlurmEngine:
                     else:
                         self._released.discard(node)
             wait_s = max(self._options.poll_s, min(_MOST_PATIENCE_S, self._options.poll_s * 2**unanswered))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._closing.wait(), wait_s)
+            await self._pause(wait_s)
 
     async def _look_again(self) -> _Look | None:
         """Look until slurmctld answers, a few times."""
         for attempt in range(_LOOKS):
             if attempt:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._closing.wait(), _LOOK_PAUSE_S)
+                await self._pause(_LOOK_PAUSE_S)
             if (look := await self._look()) is not None or self._closing.is_set():
                 return look
         return None

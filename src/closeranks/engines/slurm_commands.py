@@ -94,10 +94,10 @@ async def ask(argv: Sequence[str], *, timeout_s: float, env: Mapping[str, str] |
         return _cannot_run(argv, error)
     assert process.stdout is not None and process.stderr is not None
     heard = [bytearray(), bytearray()]
-    reading = asyncio.gather(_read(process.stdout, heard[0]), _read(process.stderr, heard[1]))
     try:
-        await asyncio.wait_for(reading, timeout_s)
-        code = await asyncio.wait_for(process.wait(), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await asyncio.gather(_read(process.stdout, heard[0]), _read(process.stderr, heard[1]))
+            code = await process.wait()
     except TimeoutError:
         return Answer(heard[0].decode("utf-8", "replace"), f"{argv[0]} gave no answer within {timeout_s:g} s")
     finally:

@@ -16,7 +16,7 @@ from closeranks.engines.slurm_commands import ask, plain_environment, step_envir
 from closeranks.engines.slurm_text import parse_steps
 from closeranks.engines.tether import tethered
 
-__all__ = ["Step", "Steps", "output_pattern"]
+__all__ = ["Step", "Steps"]
 
 _STEP_PREFIX = "closeranks-"
 _PROBE_TIMEOUT_S = 15.0
@@ -28,7 +28,7 @@ _ABORT_GRACE_S = 4.0  # from SIGTERM to srun, which has slurmstepd kill its task
 # all of its node that the job has; --cpu-bind=none, as its ranks are more than Slurm's one task.
 _STEP_OPTIONS = (
     "--ntasks-per-node=1",
-    "--overlap",
+    "--overlap",  # with whatever Slurm thinks is on the node: it doesn't know of a slurmstepd that has died
     "--no-kill",
     "--kill-on-bad-exit=0",
     "--wait=0",
@@ -40,8 +40,8 @@ _STEP_OPTIONS = (
     "--quiet",  # errors are shown all the same
 )
 
-# $1: the mark of this job's agents, $2: the step's name. All of an agent's processes inherit the mark, so
-# that a node's /proc tells whether any of them is left: two agents of a job on one node are one too many.
+# $1: the mark of this job's agents, $2: the step's name, $3: where its output goes, or nothing. All processes
+# of an agent inherit the mark, so that a node's /proc tells whether any is left: two agents are one too many.
 _AGENT_SH = """
 mark=CLOSERANKS_SLURM_AGENT=$1@$SLURMD_NODENAME tries=0
 while grep -zqsxF -e "$mark" /proc/[0-9]*/environ; do
@@ -53,7 +53,10 @@ while grep -zqsxF -e "$mark" /proc/[0-9]*/environ; do
     sleep 0.2
 done
 export "$mark" CLOSERANKS_NODE="$SLURMD_NODENAME" CLOSERANKS_SESSION="$2@$SLURMD_NODENAME"
-shift 2
+if [ -n "$3" ] && true >>"$3/agent-$SLURMD_NODENAME.log"; then
+    exec >>"$3/agent-$SLURMD_NODENAME.log" 2>&1
+fi
+shift 3
 exec "$@"
 """
 _PROBE_SH = """
@@ -80,18 +83,18 @@ class Step:
 class Steps:
     """All steps of one engine.
 
-    ``output``: a file name pattern of srun's for what agents write, or None for our own standard output and
-    error. ``is_tethered``: sruns, and so agents, end when this process does.
+    ``logs``: a directory for what agents write, a file a node, or None for our own standard output and error.
+    ``is_tethered``: sruns, and so agents, end when this process does.
     """
 
     def __init__(
-        self, job: str, mark: str, *, environment: Mapping[str, str], output: str | None, is_tethered: bool
+        self, job: str, mark: str, *, environment: Mapping[str, str], logs: Path | None, is_tethered: bool
     ) -> None:
         self.living: set[Step] = set()
         self._job = job
         self._mark = f"{mark}/{job}"
         self._environment = step_environment(plain_environment(environment), job)
-        self._output = output
+        self._logs = logs
         self._is_tethered = is_tethered
         self._names: set[str] = set()
 
@@ -107,11 +110,18 @@ class Steps:
             f"--job-name={name}", *_STEP_OPTIONS, *options,
         ]  # fmt: skip
 
-    async def begin(self, nodes: Sequence[str], agent: Sequence[str]) -> Step | None:
-        """One step with one ``agent`` on each of ``nodes``. None: srun can't be run here."""
+    async def begin(self, nodes: Sequence[str], agent: Sequence[str], gres: str) -> Step | None:
+        """One step with one ``agent`` and all of ``gres`` on each of ``nodes``. None: srun can't be run here.
+
+        What a step that asks for no GPUs has of those of the job depends on how the job asked for them: all
+        with --gpus-per-node, one of 16 with --gpus=16, none with --exclusive (22.05).
+        """
         name = _STEP_PREFIX + secrets.token_hex(6)
-        output = [f"--output={self._output}", "--open-mode=append"] if self._output is not None else []
-        argv = [*self._srun(nodes, name, *output), "sh", "-c", _AGENT_SH, "sh", self._mark, name, *agent]
+        options = [f"--gres={gres}"] if gres else []
+        if self._logs is not None:
+            options.append("--output=none")
+        argv = [*self._srun(nodes, name, *options), "sh", "-c", _AGENT_SH, "sh", self._mark, name]
+        argv += [os.fspath(self._logs or ""), *agent]
         self._names.add(name)
         try:
             process = await asyncio.create_subprocess_exec(
@@ -139,7 +149,7 @@ class Steps:
         """
         if not nodes:
             return set()
-        srun = self._srun(nodes, f"{_STEP_PREFIX}look")
+        srun = self._srun(nodes, f"{_STEP_PREFIX}look", "--overlap", "--gres=none")
         answer = await ask(
             [*srun, "sh", "-c", _PROBE_SH, "sh", self._mark],
             timeout_s=_PROBE_TIMEOUT_S,
@@ -192,9 +202,3 @@ def _signal(steps: Collection[Step], how: str) -> None:
         if step.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 getattr(step.process, how)()
-
-
-def output_pattern(run_dir: Path) -> str:
-    """The file name, as srun reads it, of what the agent of each node writes."""
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    return os.fspath(run_dir / "logs").replace("%", "%%") + "/agent-%N.log"

@@ -21,6 +21,7 @@ __all__ = [
     "expand_hostlist",
     "fates",
     "one_line",
+    "parse_gres",
     "parse_job",
     "parse_nodes",
     "parse_steps",
@@ -235,6 +236,19 @@ def parse_job(text: str) -> JobView | None:
         if bar:
             return JobView(state.upper(), tuple(expand_hostlist(nodes)))
     return None
+
+
+def parse_gres(text: str) -> dict[str, str]:
+    """What a job has of GPUs and their like on each node, as ``srun --gres`` takes it: ``gpu:a100:8``.
+
+    From ``scontrol show job -d ID``: ``Nodes=node[0-1] CPU_IDs=0-7 Mem=0 GRES=gpu:8(IDX:0-7)``.
+    """
+    found: dict[str, str] = {}
+    for nodes, listed in re.findall(r"^\s+Nodes=(\S+) .*\bGRES=(\S*)", text, re.MULTILINE):
+        kinds = re.sub(r"\([^()]*\)", "", listed).split(",")
+        gres = ",".join(kind for kind in kinds if re.fullmatch(r"\w+(?::[\w.-]+)?:[1-9]\d*[KMGT]?", kind))
+        found.update(dict.fromkeys(expand_hostlist(nodes), gres))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
