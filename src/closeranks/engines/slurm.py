@@ -215,9 +215,9 @@ class SlurmEngine:
     async def _follow(self, steps: Steps, step: Step, failures: int) -> None:
         """Wait for the end of ``step``. Where its agents never came up, keep the promise on other nodes.
 
-        One node that can't be reached fails a step for many as a whole (srun: "Application launch failed"): one
-        by one, the others come up. And for some seconds after its start slurmctld refuses every step ("Memory
-        required by task is not available"): the same nodes are tried again.
+        One node that can't be reached fails a step for many as a whole (srun: "Application launch failed"):
+        one by one, the others come up. And for some seconds after its start slurmctld refuses every step
+        ("Memory required by task is not available"): the same nodes are tried again.
         """
         nodes = set(step.nodes)
         code = await steps.ended(step)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import signal
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -23,6 +24,7 @@ _PROBE_TIMEOUT_S = 15.0
 _ASK_TIMEOUT_S = 5.0
 _TERM_GRACE_S = 3.0  # from SIGTERM to the agents, to the end of srun
 _ABORT_GRACE_S = 4.0  # from SIGTERM to srun, which has slurmstepd kill its tasks, to its end
+_SHEPHERD_GRACE_S = 1.0
 
 # --wait=0 and --kill-on-bad-exit=0: the end of an agent ends no other one. No --exact, so that an agent has
 # all of its node that the job has; --cpu-bind=none, as its ranks are more than Slurm's one task.
@@ -167,8 +169,13 @@ class Steps:
         _signal(steps, "terminate")
         if await _all_end(steps, _ABORT_GRACE_S):
             return
-        _signal(steps, "kill")  # its other half, which has waited for this, still has slurmctld end the step
-        await _all_end(steps, _ABORT_GRACE_S)
+        stuck = [step for step in steps if step.process.returncode is None]
+        _signal(stuck, "kill")
+        # srun's other half has waited for this, and has slurmctld end the step; unless that doesn't answer.
+        await asyncio.sleep(_SHEPHERD_GRACE_S)
+        for step in stuck:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(step.process.pid, signal.SIGKILL)
 
     async def end_all(self, *, grace_s: float) -> None:
         """End every step, and those that Slurm still has though their srun has gone."""
@@ -178,7 +185,7 @@ class Steps:
 
     async def _scancel(self, names: Collection[str], *options: str) -> None:
         listed = await ask(
-            ["squeue", "-h", "-s", "-j", self._job, "-o", "%i|%N|%j"],
+            ["squeue", "-h", "-s", "-j", self._job, "-o", "%i|%j"],
             timeout_s=_ASK_TIMEOUT_S,
             env=self._environment,
         )

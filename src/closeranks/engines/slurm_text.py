@@ -256,18 +256,16 @@ class StepView:
     """A step of a job. ``step_id`` is what scancel takes."""
 
     step_id: str
-    nodes: tuple[str, ...]
     name: str
 
 
 def parse_steps(text: str) -> list[StepView]:
-    """``squeue -h -s -j ID -o '%i|%N|%j'``. The name is last, as it may hold anything, even a bar."""
+    """``squeue -h -s -j ID -o '%i|%j'``. The name may hold anything, even a bar."""
     found = []
     for line in text.splitlines():
-        step_id, _, rest = line.strip().partition("|")
-        nodes, bar, name = rest.partition("|")
+        step_id, bar, name = line.strip().partition("|")
         if bar and re.fullmatch(r"\d+(?:_\d+)?(?:\+\d+)?\.\w+", step_id):
-            found.append(StepView(step_id, tuple(expand_hostlist(nodes)), name))
+            found.append(StepView(step_id, name))
     return found
 
 
