@@ -20,6 +20,7 @@ from slurm_rig import SlurmCluster, alive, missing, slurm_cluster, wait_until
 from closeranks.cluster_events import EngineDrains, NodeGone
 from closeranks.engines.base import EngineFact, JobSpec, Join
 from closeranks.engines.slurm import SlurmEngine
+from closeranks.engines.slurm_text import expand_hostlist
 from closeranks.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
@@ -267,6 +268,8 @@ def test_a_drained_node_is_told_with_its_reason_once_each_time(cluster: SlurmClu
             cluster.run("scontrol", "update", "NodeName=node1", "State=DRAIN", "Reason=again")
             await job.until(lambda: job.facts[-1].reason == "Slurm: again", 10)
             assert [fact.node for fact in job.facts] == ["node1", "node4", "node1"]
+            cluster.run("scontrol", "update", "NodeName=node0", "State=FAIL", "Reason=soon")
+            await job.until(lambda: job.facts[-1] == EngineDrains("node0", "Slurm: soon"), 10)
             assert len(cluster.living()) == 5  # a drain kills nothing
 
     play(story())
@@ -382,6 +385,7 @@ import asyncio, json, sys
 from pathlib import Path
 from closeranks.engines.base import JobSpec, Join
 from closeranks.engines.slurm import SlurmEngine
+from closeranks.engines.slurm_text import expand_hostlist
 
 async def main():
     engine = SlurmEngine(JobSpec("j", Path(sys.argv[1]), 2, 2, 0, ("train.py",), sys.argv[2]))
@@ -471,6 +475,11 @@ def test_agents_are_placed_after_a_restart_of_slurmctld(cluster: SlurmCluster):
     play(story())
 
 
+@pytest.mark.parametrize("text", ["node[1-3,08-011],x,y[5-6]", "a[1-2][03-04]", "n[2-3,7]", "c1-[5-6]"])
+def test_lists_of_hosts_are_read_as_slurm_reads_them(cluster: SlurmCluster, text: str):
+    assert expand_hostlist(text) == cluster.run("scontrol", "show", "hostnames", text).splitlines()
+
+
 def test_the_address_is_the_one_that_leads_to_the_others(cluster: SlurmCluster):
     environment = {**cluster.environment, "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "node[0-3]"}
     for own in (
@@ -543,6 +552,16 @@ def begins_again(cluster: SlurmCluster) -> None:
     finished(cluster, job, "COMPLETED", timeout_s=60)
     again = cluster.runs()[-1]
     assert again["env"]["SLURM_JOB_NODELIST"] == "node[0,3-4,6-7]"
+
+
+@pytest.mark.slow
+def test_slurm_begins_again_when_the_batch_host_is_lost(cluster: SlurmCluster):
+    """--no-kill and --requeue together: the one doesn't cancel the other."""
+    job, _ = submit(cluster, {"code": 1, "wait_s": 300})
+    wait_until(lambda: bool(cluster.runs()), 20, lambda: log(cluster))
+    cluster.crash(cluster.job(job, "BatchHost"))
+    finished(cluster, job, "PENDING", timeout_s=120)
+    assert cluster.job(job, "Restarts") == "1"
 
 
 @pytest.mark.parametrize(
