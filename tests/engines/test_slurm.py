@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -114,6 +115,7 @@ def test_agents_come_up_on_every_node_and_close_leaves_nothing(cluster: SlurmClu
     async def story() -> None:
         # What a batch script of another shape has in its environment, and would have a step of one task obey.
         allocation = ("--gpus-per-node=4", "--cpus-per-task=2")
+        cluster.environment["SLURMD_NODENAME"] = "node0"  # as on a batch host, on which others keep an eye
         async with inside(cluster, allocation=allocation) as job:
             assert await job.engine.place(5, "the beginning") == 5
             assert await job.living("node0", "node1", "node2", "node3", "node4") < 10
@@ -130,11 +132,12 @@ def test_agents_come_up_on_every_node_and_close_leaves_nothing(cluster: SlurmClu
                 assert agent.env["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
                 assert agent.env["CLOSERANKS_SESSION"].endswith(f"@{agent.node}")
             assert await job.engine.place(1, "one too many") == 0
+            assert len([name for name in cluster.steps(job.job) if "warden" in name]) == 1
             began = time.monotonic()
             await job.engine.close()
             assert time.monotonic() - began < 10
             assert cluster.living() == []
-            assert cluster.steps(job.job) == ["extern"] or cluster.steps(job.job) == []
+            await job.until(lambda: set(cluster.steps(job.job)) <= {"extern"}, 10)
             assert cluster.state(job.job) == "RUNNING"  # the allocation isn't ours to end
             await job.engine.close()
             assert await job.engine.place(1, "after the end") == 0
@@ -555,13 +558,27 @@ def begins_again(cluster: SlurmCluster) -> None:
 
 
 @pytest.mark.slow
-def test_slurm_begins_again_when_the_batch_host_is_lost(cluster: SlurmCluster):
-    """--no-kill and --requeue together: the one doesn't cancel the other."""
-    job, _ = submit(cluster, {"code": 1, "wait_s": 300})
-    wait_until(lambda: bool(cluster.runs()), 20, lambda: log(cluster))
-    cluster.crash(cluster.job(job, "BatchHost"))
-    finished(cluster, job, "PENDING", timeout_s=120)
-    assert cluster.job(job, "Restarts") == "1"
+@pytest.mark.parametrize(("requeues", "state"), [("--requeue", "PENDING"), ("--no-requeue", "CANCELLED")])
+def test_a_job_does_not_outlive_its_batch_host(cluster: SlurmCluster, requeues: str, state: str):
+    """To Slurm a job with --no-kill goes on without its script, on the other nodes, for ever."""
+    script = cluster.directory / "alone.py"
+    script.write_text(
+        ALONE.replace('("train.py",), sys.argv[2])', '("train.py",), sys.argv[2], {"poll-s": "0.5"})')
+    )
+    argv = [sys.executable, str(script), str(cluster.directory / "r"), str(cluster.stand_in())]
+    batch = cluster.directory / "batch.sh"
+    batch.write_text(f"#!/bin/bash\nexec {shlex.join(argv)}\n")
+    job = cluster.run(
+        "sbatch", "--parsable", "--nodes=3", "--no-kill", requeues, "--output=/dev/null", str(batch)
+    )
+    wait_until(lambda: len(cluster.living()) == 2, 30, cluster.logs)
+    host = cluster.job(job, "BatchHost")
+    assert host == "node0"
+    time.sleep(3)
+    assert cluster.state(job) == "RUNNING"
+    cluster.crash(host)
+    finished(cluster, job, state, timeout_s=90)
+    wait_until(lambda: not cluster.living(), 20, cluster.living)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,8 @@ _LAUNCH_S = 60.0
 _REST_S = 60.0
 _REFUSED_S = 4.0  # slurmctld refuses a step at once; a node that can't be reached takes longer
 _REFUSED_PAUSE_S = 3.0
+_WARDENS = 3
+_WARDEN_LOOKS = 6  # so many questions of ours are one of theirs
 _MOST_FAILURES = 8  # one after the other, until the next request
 _SETTLED_S = 5.0  # by then the agents of a step are there, or never will be
 _RELEASE_GRACE_S = 10.0
@@ -166,7 +168,15 @@ class SlurmEngine:
                     self._has_placed = True
                     placed += len(nodes)
                     self._spawn(self._follow(self._steps, step, failures))
+            await self._watch_over(self._steps)
             return placed
+
+    async def _watch_over(self, steps: Steps) -> None:
+        """See that the job doesn't outlive its batch host, where we are on one."""
+        host = self._environment.get("SLURMD_NODENAME", "")
+        if self._options.requeue_without_batch_host and host in self._nodes and not self._closing.is_set():
+            others = [node for node in steps.busy if node != host]
+            await steps.watch_over(host, sorted(others)[:_WARDENS], _WARDEN_LOOKS * self._options.poll_s)
 
     async def _gres(self) -> dict[str, str]:
         """What the job has of GPUs and their like on each of its nodes; empty where Slurm doesn't say."""

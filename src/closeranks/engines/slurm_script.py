@@ -82,6 +82,7 @@ class SlurmOptions:
     requeue_at_time_limit: bool = False
     setup: str = ""
     agent_output: str = "console"
+    requeue_without_batch_host: bool = True
     poll_s: float = 5.0
     sbatch: Mapping[str, str] = field(default_factory=dict)
 
@@ -109,12 +110,18 @@ def read_options(given: Mapping[str, str]) -> SlurmOptions:
         == "requeue",
         setup=own.get("setup", ""),
         agent_output=_choice("agent-output", own.get("agent-output", "console"), "console", "files"),
+        requeue_without_batch_host=_choice(
+            "batch-host-lost", own.get("batch-host-lost", "requeue"), "requeue", "stay"
+        )
+        == "requeue",
         poll_s=_number("poll-s", own.get("poll-s", "5"), 0.1, 3600),
         sbatch=sbatch,
     )
 
 
-_OWN = frozenset({"agent-output", "at-time-limit", "poll-s", "requeues", "setup", "signal"})
+_OWN = frozenset(
+    {"agent-output", "at-time-limit", "batch-host-lost", "poll-s", "requeues", "setup", "signal"}
+)
 
 
 def _signal(value: str) -> str:

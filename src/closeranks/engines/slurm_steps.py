@@ -66,6 +66,19 @@ mark=CLOSERANKS_SLURM_AGENT=$1@$SLURMD_NODENAME
 grep -zqsxF -e "$mark" /proc/[0-9]*/environ || echo "$SLURMD_NODENAME"
 """
 
+# With --no-kill a job whose batch host is lost stays RUNNING for ever, without a script, a controller, or
+# anybody to end it. $1: the batch host, $2: seconds between two looks.
+_WARDEN_SH = """
+while sleep "$2"; do
+    answer=$(squeue -h -j "$SLURM_JOB_ID" -o "%T %N") || continue
+    [ "${answer%% *}" = RUNNING ] || continue
+    hosts=$(scontrol show hostnames "${answer#* }") || continue
+    if [ -n "$hosts" ] && ! printf "%s\\n" "$hosts" | grep -qxF -e "$1"; then
+        scontrol requeue "$SLURM_JOB_ID" || scancel "$SLURM_JOB_ID"
+    fi
+done 2>/dev/null
+"""
+
 
 @dataclass(slots=True, eq=False)
 class Step:
@@ -99,6 +112,7 @@ class Steps:
         self._logs = logs
         self._is_tethered = is_tethered
         self._names: set[str] = set()
+        self._warden: Step | None = None
 
     @property
     def busy(self) -> set[str]:
@@ -122,8 +136,21 @@ class Steps:
         options = [f"--gres={gres}"] if gres else []
         if self._logs is not None:
             options.append("--output=none")
-        argv = [*self._srun(nodes, name, *options), "sh", "-c", _AGENT_SH, "sh", self._mark, name]
-        argv += [os.fspath(self._logs or ""), *agent]
+        command = ["sh", "-c", _AGENT_SH, "sh", self._mark, name, os.fspath(self._logs or ""), *agent]
+        step = await self._start(nodes, name, [*self._srun(nodes, name, *options), *command])
+        if step is not None:
+            self.living.add(step)
+        return step
+
+    async def watch_over(self, batch_host: str, nodes: Sequence[str], every_s: float) -> None:
+        """Have ``nodes`` requeue the job, or cancel what can't be, once Slurm has given up its batch host."""
+        if self._warden is None and nodes:
+            name = f"{_STEP_PREFIX}warden-{secrets.token_hex(6)}"
+            srun = self._srun(nodes, name, "--gres=none", "--output=none")
+            argv = [*srun, "sh", "-c", _WARDEN_SH, "sh", batch_host, f"{every_s:g}"]
+            self._warden = await self._start(nodes, name, argv)
+
+    async def _start(self, nodes: Sequence[str], name: str, argv: Sequence[str]) -> Step | None:
         self._names.add(name)
         try:
             process = await asyncio.create_subprocess_exec(
@@ -134,9 +161,7 @@ class Steps:
             )
         except OSError:
             return None
-        step = Step(name, set(nodes), process)
-        self.living.add(step)
-        return step
+        return Step(name, set(nodes), process)
 
     async def ended(self, step: Step) -> int:
         """Wait for the end of ``step``; returns srun's exit code."""
@@ -179,7 +204,8 @@ class Steps:
 
     async def end_all(self, *, grace_s: float) -> None:
         """End every step, and those that Slurm still has though their srun has gone."""
-        await self.end(tuple(self.living), grace_s=grace_s)
+        wardens = () if self._warden is None else (self._warden,)
+        await self.end((*self.living, *wardens), grace_s=grace_s)
         if self._names:
             await self._scancel(self._names)
 
