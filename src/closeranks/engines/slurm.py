@@ -95,9 +95,7 @@ class SlurmEngine:
         """The address by which this host goes out to the others. Raises ConfigError if there is no way."""
         self._check_inside()
         own = self._environment.get("SLURMD_NODENAME", "")
-        names = expand_hostlist(self._environment.get("SLURM_JOB_NODELIST", "")) or [
-            own or socket.gethostname()
-        ]
+        names = self._given_nodes() or [own or socket.gethostname()]
         answer = ask_and_wait(
             ["scontrol", "show", "node", ",".join(names)], timeout_s=_ASK_TIMEOUT_S, env=self._environment
         )
@@ -112,6 +110,15 @@ class SlurmEngine:
             f"{f' ({answer.why})' if answer.why else ''}: see that `scontrol show node` names addresses "
             "(NodeAddr) that this host can reach"
         )
+
+    def _given_nodes(self) -> list[str]:
+        """The nodes that the allocation began with."""
+        try:
+            return expand_hostlist(self._environment.get("SLURM_JOB_NODELIST", ""))
+        except ValueError as error:
+            raise ConfigError(
+                f"SLURM_JOB_NODELIST can't be read: {error}; leave it as Slurm set it"
+            ) from error
 
     def _check_inside(self) -> None:
         if not self._job:
@@ -132,7 +139,7 @@ class SlurmEngine:
         if shutil.which("srun", path=self._environment.get("PATH")) is None:
             raise ConfigError("srun isn't in PATH: Slurm's programs have to be installed on this host")
         self._join = join
-        self._nodes = dict.fromkeys(expand_hostlist(self._environment.get("SLURM_JOB_NODELIST", "")))
+        self._nodes = dict.fromkeys(self._given_nodes())
         logs = self._spec.run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         self._steps = Steps(
@@ -317,9 +324,10 @@ class SlurmEngine:
             timeout_s=_ASK_TIMEOUT_S,
             env=self._environment,
         )
-        if not shown.ok:
+        views = parse_nodes(shown.out)
+        if not shown.ok and not views:  # a name that Slurm has forgotten meanwhile doesn't hide the others
             return None
-        return _Look(job, fates(self._nodes, parse_nodes(shown.out), job.nodes))
+        return _Look(job, fates(self._nodes, views, job.nodes))
 
     # --- the end ------------------------------------------------------------------------------------
 
