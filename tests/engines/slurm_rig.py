@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -95,17 +96,18 @@ def missing() -> str:
 
 
 def _free_ports(count: int) -> int:
-    """The first of ``count`` ports in a row that nobody listens on."""
-    for _ in range(50):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            base = int(probe.getsockname()[1])
-        if base + count > 65000:
-            continue
+    """The first of ``count`` ports in a row that nobody listens on.
+
+    Below those that the kernel gives to outgoing connections, which come and go.
+    """
+    for _ in range(200):
+        base = 10000 + secrets.randbelow(22000 - count)
         with contextlib.ExitStack() as held:
             try:
                 for port in range(base, base + count):
-                    held.enter_context(socket.socket()).bind(("127.0.0.1", port))
+                    probe = held.enter_context(socket.socket())
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
             return base
