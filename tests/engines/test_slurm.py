@@ -38,7 +38,8 @@ def cluster() -> Iterator[SlurmCluster]:
 def spec_of(cluster: SlurmCluster, **options: str) -> JobSpec:
     run_dir = cluster.directory / "runs" / "job 'one' 100%"
     return JobSpec(
-        job_id="20261201-042655-train-a1b2",
+        # Clusters of tests that run at the same time share this host's /proc.
+        job_id=f"20261201-042655-{cluster.directory.name}",
         run_dir=run_dir,
         min_nodes=4,
         max_nodes=4,
@@ -391,7 +392,7 @@ from closeranks.engines.slurm import SlurmEngine
 from closeranks.engines.slurm_text import expand_hostlist
 
 async def main():
-    engine = SlurmEngine(JobSpec("j", Path(sys.argv[1]), 2, 2, 0, ("train.py",), sys.argv[2]))
+    engine = SlurmEngine(JobSpec(sys.argv[1], Path(sys.argv[1]), 2, 2, 0, ("train.py",), sys.argv[2]))
     engine.start(Join("127.0.0.1:1"))
     print(engine.listen_address(), await engine.place(2, ""), flush=True)
     await asyncio.sleep(1000)
@@ -407,9 +408,11 @@ def test_agents_go_with_an_engine_that_is_killed(cluster: SlurmCluster):
     argv = [sys.executable, str(script), str(cluster.directory / "r"), str(cluster.stand_in())]
     with subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline().split() == ["127.0.0.1", "2"]
-        wait_until(lambda: cluster.living() == ["node0", "node1"], 20, cluster.logs)
-        process.kill()
+        try:
+            assert process.stdout.readline().split() == ["127.0.0.1", "2"]
+            wait_until(lambda: cluster.living() == ["node0", "node1"], 20, cluster.logs)
+        finally:
+            process.kill()
     assert wait_until(lambda: not cluster.living(), 15, cluster.living) < 10
     wait_until(lambda: set(cluster.steps(environment["SLURM_JOB_ID"])) <= {"extern"}, 20, cluster.logs)
 
