@@ -253,5 +253,7 @@ if [ -n "$again" ] && [ "$state" = RUNNING ] && [ "${{SLURM_RESTART_COUNT:-0}}" 
         scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$excluded" && break
         sleep 0.2
     done
+    # Not to end before Slurm ends us: our exit code isn't the job's any more.
+    sleep 300
 fi
 exit "$code\""""
