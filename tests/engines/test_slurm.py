@@ -303,6 +303,7 @@ def test_a_health_check_program_drains_its_node():
         play(story(cluster))
 
 
+@pytest.mark.slow
 def test_a_lost_step_is_found_which_slurm_does_not_miss(cluster: SlurmCluster):
     """slurmd and its stepd die with all they had, and slurmd is back at once: Slurm sees nothing."""
 
@@ -342,6 +343,7 @@ def test_a_single_agent_that_ended_leaves_its_node_free(cluster: SlurmCluster):
     play(story())
 
 
+@pytest.mark.slow
 def test_a_released_node_is_not_used_again_until_an_operator_gives_it_back(cluster: SlurmCluster):
     async def story() -> None:
         async with inside(cluster, 3) as job:

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from closeranks.engines.base import JobSpec
@@ -97,6 +97,7 @@ def test_paths_that_a_script_can_not_hold_are_refused():
             script(dataclasses.replace(SPEC, run_dir=Path(run_dir)))
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.text(st.characters(exclude_characters="\x00", exclude_categories=["Cs"]), max_size=20), max_size=5
@@ -111,6 +112,7 @@ def test_bash_hands_on_every_argument_as_it_was(arguments: list[str]):
     assert shlex.split(text[begin:end])[6:] == ["train.py", *arguments]
 
 
+@settings(deadline=None, max_examples=30)  # a bash each
 @given(st.text(st.characters(exclude_categories=["Cc", "Cs"]), max_size=30))
 def test_bash_can_read_every_script(value: str):
     text = script(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from closeranks.engines.slurm_text import (
@@ -95,6 +95,7 @@ def test_as_many_hosts_as_slurm_allows():
     assert len(expand_hostlist(f"n[0-{MAX_HOSTS - 1}]")) == MAX_HOSTS
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="ab019[]-,. \n(", max_size=40))
 def test_any_text_is_a_list_or_is_refused(text: str):
     try:
@@ -106,6 +107,7 @@ def test_any_text_is_a_list_or_is_refused(text: str):
         assert not any(set(name) & set("[], \n") for name in names)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 500), st.integers(0, 30)), min_size=1, max_size=8), st.integers(1, 4)
 )
@@ -222,6 +224,7 @@ def test_fates_of_an_allocation():
     }
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_any_text_about_nodes_is_survived(text: str):
     record = f"NodeName=n\n   State=MIXED+DRAIN X=1\n   Reason={text}"

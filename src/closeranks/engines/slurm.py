@@ -47,6 +47,7 @@ _LAUNCH_S = 60.0
 _REST_S = 60.0
 _REFUSED_S = 4.0  # slurmctld refuses a step at once; a node that can't be reached takes longer
 _REFUSED_PAUSE_S = 3.0
+_AGAIN_PAUSE_S = 1.0
 _WARDENS = 3
 _WARDEN_LOOKS = 6  # so many questions of ours are one of theirs
 _MOST_FAILURES = 8  # one after the other, until the next request
@@ -236,14 +237,15 @@ class SlurmEngine:
         one by one, the others come up. And for some seconds after its start slurmctld refuses every step
         ("Memory required by task is not available"): the same nodes are tried again.
         """
-        nodes = set(step.nodes)
         code = await steps.ended(step)
+        nodes = set(step.nodes)
         if code == 0 or step.is_unwanted or step.age_s > _LAUNCH_S or failures >= _MOST_FAILURES:
             return
-        if step.age_s < _REFUSED_S:
-            await self._pause(_REFUSED_PAUSE_S)
-        elif len(nodes) == 1:
+        is_refused = step.age_s < _REFUSED_S
+        if not is_refused and len(nodes) == 1:
             self._rests_until_s.update(dict.fromkeys(nodes, time.monotonic() + _REST_S))
+        # Agents may also have ended because the job has, and then it is about to close.
+        await self._pause(_REFUSED_PAUSE_S if is_refused else _AGAIN_PAUSE_S)
         await self._place(len(nodes), failures + 1)
 
     async def _pause(self, seconds: float) -> None:
