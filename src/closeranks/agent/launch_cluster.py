@@ -34,11 +34,13 @@ from closeranks.engines import engine_for
 from closeranks.engines.base import Bundles, Engine, JobSpec, Join
 from closeranks.errors import ConfigError, JournalError
 from closeranks.events import Finish, RunExit, counted, signal_name
+from closeranks.policy.cluster_state import Standing
 
 if TYPE_CHECKING:
     from closeranks.agent.candidacy import Reign
     from closeranks.agent.console import Console
     from closeranks.controller.cluster_job import ClusterJob
+    from closeranks.controller.service import ClusterService
 
 __all__ = ["Seat", "job_spec", "launch_cluster", "launch_controller", "planned", "run_controller"]
 
@@ -107,14 +109,15 @@ def planned(config: RunConfig, run_argv: tuple[str, ...]) -> Engine:
 def launch_cluster(config: RunConfig, run_argv: tuple[str, ...]) -> int:
     """Run the job to its end; returns the exit code of ``closeranks run``."""
     fill_standard_streams()
-    from closeranks.controller.runs import create_run_dir
+    from closeranks.controller.runs import create_run_dir, promised_run_dir
 
     if not (elsewhere := planned(config, run_argv)).runs_here():
         submitted = elsewhere.submit()
         sys.stderr.write(f"closeranks: submitted to {elsewhere.name} as {submitted}\n")
         return 0
     watched = guard.hold_signals(config.signals_to_handle)
-    run_dir = create_run_dir(Path(config.runs_dir), config.job_name or config.entrypoint.name)
+    promised = promised_run_dir(os.environ)
+    run_dir = promised or create_run_dir(Path(config.runs_dir), config.job_name or config.entrypoint.name)
     spec = job_spec(config, run_argv, run_dir)
     address = engine_for(config.engine or "", spec).listen_address()
     private_dir = PrivateDir.make(run_dir.name)
@@ -308,6 +311,7 @@ async def _lead(
 
         watch.follow(signalled, service.guard_died)
         finish = await service.run()
+        _name_excluded(service, spec)
         if service.deposed:
             console.tell("warning", f"this controller leads no more: {finish.reason}")
             return finish, True
@@ -317,6 +321,17 @@ async def _lead(
             await reign.shared.end(finish)
         console.finished(finish, time.monotonic() - began_s, casebook.count, spec.run_dir)
     return finish, False
+
+
+def _name_excluded(service: ClusterService, spec: JobSpec) -> None:
+    """For a scheduler that has the job begin again: which nodes to leave out."""
+    names = [node.name for node in service.job.state.nodes.values() if node.standing is not Standing.GOOD]
+    if not names:
+        return
+    submitted = os.environ.get("CLOSERANKS_SUBMITTED")
+    for directory in {spec.run_dir, Path(submitted) if submitted else spec.run_dir}:
+        with contextlib.suppress(OSError):
+            (directory / "excluded-nodes").write_text("".join(f"{name}\n" for name in sorted(names)))
 
 
 def _told(exit_code: int) -> int:

@@ -58,10 +58,21 @@ def parse_run(argv: list[str], environ: Mapping[str, str], new_id: Callable[[], 
 
     Raises UsageError, whose message names the flag or variable and what it wants.
     """
-    parsed = parse(argv, environ)
+    parsed = _with_found_engine(parse(argv, environ), environ)
     if not parsed.rest:
         raise UsageError(f"nothing to run: {_USAGE} (closeranks run --help)")
     return to_config(parsed, new_id)
+
+
+def _with_found_engine(parsed: Parsed, environ: Mapping[str, str]) -> Parsed:
+    """Several nodes inside of a Slurm allocation come from it, without anybody having to say so."""
+    most = parsed.value("nnodes", (1, 1))[1]
+    several = most > 1 or parsed.has("spares")
+    if parsed.has("engine") or not several or not environ.get("SLURM_JOB_ID"):
+        return parsed
+    flag = next(flag for flag in FLAGS if flag.name == "engine")
+    found = Setting(flag, "slurm", "SLURM_JOB_ID")
+    return Parsed({**parsed.settings, "engine": found}, parsed.rest)
 
 
 def parse(argv: list[str], environ: Mapping[str, str], further: tuple[Flag, ...] = ()) -> Parsed:

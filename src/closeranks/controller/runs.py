@@ -13,6 +13,7 @@ import re
 import secrets
 import time
 import unicodedata
+from collections.abc import Mapping
 from pathlib import Path
 
 from closeranks.config import DEFAULT_RUNS_DIR
@@ -27,6 +28,7 @@ __all__ = [
     "job_id",
     "list_runs",
     "place_of_runs",
+    "promised_run_dir",
 ]
 
 LATEST = "latest"
@@ -70,6 +72,32 @@ def create_run_dir(runs_dir: Path | str, job_name: str | None) -> Path:
             "--log-dir DIR; a run keeps its journal, logs and evidence there."
         ) from error
     _point_latest(runs, run.name)
+    return run
+
+
+def promised_run_dir(environ: Mapping[str, str]) -> Path | None:
+    """The run directory that was named when the job was submitted, made; None: it wasn't submitted.
+
+    A job that its scheduler has begin again gets one beside it, as the generations begin again, too. Raises
+    ConfigError as ``create_run_dir`` does.
+    """
+    promised = environ.get("CLOSERANKS_SUBMITTED")
+    if not promised:
+        return None
+    run = Path(promised)
+    for attempt in range(1, _ATTEMPTS):
+        if not (run / JOURNAL_NAME).exists():
+            break
+        run = Path(f"{promised}-again{attempt}")
+    try:
+        for name in _SUBDIRECTORIES:
+            (run / name).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"can't make the run directory {run}: {error.strerror}. It was named when the job was submitted, "
+            "with --log-dir; it has to be on a file system that all nodes share"
+        ) from error
+    _point_latest(run.parent, run.name)
     return run
 
 

@@ -16,6 +16,7 @@ __all__ = ["ENGINES", "engine_for"]
 # name -> module and class: imported when it is asked for
 ENGINES = {
     "local": ("closeranks.engines.local", "LocalEngine"),
+    "slurm": ("closeranks.engines.slurm", "SlurmEngine"),
     "kubernetes": ("closeranks.engines.kubernetes", "KubernetesEngine"),
 }
 _CARRIES_CREDENTIALS = frozenset({"kubernetes"})
@@ -30,5 +31,7 @@ def engine_for(name: str, spec: JobSpec, *, bundles: Callable[[], Bundles] | Non
         raise UsageError(f"there is no engine {name!r}; there are {', '.join(ENGINES)}")
     module, cls = ENGINES[name]
     more: dict[str, Any] = {"bundles": bundles} if name in _CARRIES_CREDENTIALS else {}
+    if name == "slurm":
+        more["is_tethered"] = False  # a controller that is killed comes back, and its agents with it
     engine: Engine = getattr(importlib.import_module(module), cls)(spec, **more)
     return engine

@@ -92,6 +92,9 @@ class SlurmEngine:
 
     # --- where we are -------------------------------------------------------------------------------
 
+    def runs_here(self) -> bool:
+        return bool(self._job)
+
     def listen_address(self) -> str:
         """The address by which this host goes out to the others. Raises ConfigError if there is no way."""
         self._check_inside()
