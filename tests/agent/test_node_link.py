@@ -52,6 +52,9 @@ class Owner:
     def obey(self, message: Mapping[str, Any]) -> None:
         self.orders.append(message)
 
+    def lease_held(self, end_s: float) -> None:
+        self.held_until_s = end_s
+
     def lease_over(self, why: str) -> None:
         self.ends.append(why)
 
