@@ -28,6 +28,7 @@ __all__ = [
     "NodeReady",
     "NodeStarted",
     "NodeSucceeded",
+    "NodesRequested",
     "OpenStore",
     "PrepareDrain",
     "ReleaseNode",
@@ -179,6 +180,13 @@ class NodeGone:
 
 
 @dataclass(frozen=True, slots=True)
+class NodesRequested:
+    """The engine has been asked for the nodes that the job begins with."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class RequestDenied:
     """The engine has ``count`` nodes less to give than it was asked for."""
 
@@ -207,6 +215,7 @@ ClusterEvent = (
     | EngineDrains
     | DrainReady
     | NodeGone
+    | NodesRequested
     | RequestDenied
     | Progress
     | StopRequested

@@ -148,6 +148,9 @@ def _nothing(hint: Any, required: _Required) -> Any:
         return next(iter(hint))
     if dataclasses.is_dataclass(hint):
         return _read_object(typing.cast(type, hint), {}, required)
+    args = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple and Ellipsis not in args:
+        return tuple(_nothing(arg, required) for arg in args)
     return (typing.get_origin(hint) or hint)()
 
 

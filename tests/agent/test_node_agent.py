@@ -488,7 +488,6 @@ def test_at_the_last_call_a_save_that_has_begun_is_finished(play: Play) -> None:
     play(scene)
 
 
-@pytest.mark.xfail(strict=True, reason="the first word is lost before it has been acted on")
 def test_a_last_call_right_after_the_first_word_still_holds_the_ranks(play: Play) -> None:
     """Both may come in one packet."""
 

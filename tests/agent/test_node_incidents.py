@@ -100,9 +100,6 @@ def test_characters_count_as_what_they_take_on_the_line() -> None:
     assert size_bytes(parts) <= ChannelConfig().max_frame_bytes
 
 
-@pytest.mark.xfail(
-    strict=True, reason="tracebacks, stacks and threads are never cut, and too much can't be sent"
-)
 def test_whatever_the_ranks_raised_it_fits() -> None:
     """A worker reports up to 32 KiB of traceback; what is too large is a bug for who sends it, each time it
     is said again."""

@@ -63,7 +63,6 @@ def test_a_run_directory_that_can_t_be_made_is_an_error_that_names_it(tmp_path: 
     assert "can't make" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.xfail(strict=True, reason="it is told as a bug of ours, with a traceback")
 def test_another_machine_is_never_spoken_to_without_credentials(tmp_path: Path) -> None:
     """192.0.2.1 is nobody's (RFC 5737)."""
     done = agent(tmp_path, "--controller", "192.0.2.1:4711", "--run-dir", "job", "--", "t.py")

@@ -226,7 +226,6 @@ def test_another_boot_has_another_clock(
         opened.close()
 
 
-@pytest.mark.xfail(strict=True, reason="the new boot is on record before the times that were made new for it")
 def test_another_boot_whose_first_controller_dies_at_once_has_another_clock_still(
     path: Path, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

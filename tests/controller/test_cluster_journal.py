@@ -102,7 +102,6 @@ def test_a_batch_that_is_cut_never_happened() -> None:
     assert read_state(lost, FRESH) is None
 
 
-@pytest.mark.xfail(strict=True, reason="parts of a cut batch are taken with the next controller's first one")
 def test_a_batch_that_is_cut_has_not_happened_for_the_next_controller_either() -> None:
     """The next one goes on without node b, and must never hear of it again."""
     diary = StateDiary()
@@ -172,7 +171,6 @@ def test_garbage_is_told_apart_from_a_state(parts: dict[str, Any]) -> None:
         read_state([bad], FRESH)
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="what is gone is taken on trust")
 def test_garbage_about_what_is_gone_is_told_too() -> None:
     with pytest.raises(JournalError):
         read_state([record({"set": {}, "last": True, "gone": 7})], FRESH)

@@ -85,7 +85,6 @@ def test_nothing_else_of_a_page_changes() -> None:
     assert moved == before
 
 
-@pytest.mark.xfail(strict=True, reason="a stamp of 0 means never, and is moved like one")
 def test_what_never_happened_has_not_happened_by_any_clock() -> None:
     never = replace(page(0, 100), step=0, step_ns=0, steps=())
     item = RankEvidence(0, 100, never, answered=True)
@@ -171,7 +170,6 @@ def test_what_is_merged_can_be_written_and_read() -> None:
     assert evidence_from_json(to_json(found)) == found
 
 
-@pytest.mark.xfail(strict=True, reason="a rank that two nodes speak of is kept twice")
 def test_a_rank_that_two_nodes_speak_of_does_not_spoil_the_file() -> None:
     found = merged(part("a", lives(0, 5), trigger=ASKED), part("b", died(0, 9), trigger=exit_of(0, 9)))
     assert evidence_from_json(to_json(found)) == found

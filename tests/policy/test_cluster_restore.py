@@ -208,6 +208,5 @@ def test_restoring_decides_nothing():
     restored = restore(state, 100.0)
     assert restored.job == state.job
     assert restored.world is not None and restored.world.stage is Stage.ENDING
-    assert replace(restored, nodes={}, world=None, ticked_at_s=0.0) == replace(
-        state, nodes={}, world=None, ticked_at_s=0.0
-    )
+    same = {"nodes": {}, "world": None, "ticked_at_s": 0.0, "denied_until_s": 0.0}
+    assert replace(restored, **same) == replace(state, **same)

@@ -209,6 +209,7 @@ class NodeAgent(Supervisor):
                 self.reports.say({"type": "down", "generation": generation})
             return
         self._newest = generation
+        self._saved_before = []
         self.reports.begin(generation)
         self.world_size = message["world_size"]
         self.placement = Placement(
@@ -296,6 +297,10 @@ class NodeAgent(Supervisor):
             return
         if self._preparing is not None:
             self._preparing.cancel()
+        if not last_call or not self._saved_before:
+            self._saved_before = [page.checkpoints for page in self._pages(world)]
+            for rank in world.alive():
+                rank.say({"type": "hold", "hold_s": deadline_s})
         work = self._await_save(world, deadline_s, last_call=last_call)
         self._preparing = asyncio.get_running_loop().create_task(work)
         self._preparing.add_done_callback(self._task_done)
@@ -306,10 +311,6 @@ class NodeAgent(Supervisor):
         ``last_call``: others have saved. What isn't about to be saved here doesn't belong to that checkpoint.
         """
         until_s = time.monotonic() + deadline_s
-        if not last_call:
-            self._saved_before = [page.checkpoints for page in self._pages(world)]
-            for rank in world.alive():
-                rank.say({"type": "hold", "hold_s": deadline_s})
         saved_s = None
         while world is self.world and world.alive() and time.monotonic() < until_s:
             pages = self._pages(world)

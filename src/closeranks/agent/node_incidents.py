@@ -19,6 +19,8 @@ __all__ = ["NodeIncidents", "cluster_incident_id", "fitted"]
 
 MAX_EVIDENCE_BYTES = 700_000  # of a message of at most a MiB
 _MAX_TEXT_CHARS = 16_384  # of one rank's raw stacks
+_LINE_CHARS = 120
+_WHOLE_LINES = 10  # from so many lines on, tracebacks and threads are kept whole
 _RING = 24  # newest collectives of a rank that are kept where room is short
 
 
@@ -105,9 +107,23 @@ def _reduced(evidence: Evidence, *, ring: int, lines: int) -> Evidence:
         if page is not None:
             kept = page.collectives[len(page.collectives) - ring :] if ring else ()
             page = replace(page, collectives=kept, steps=page.steps[-4:])
+        error, process = item.error, item.process
+        if error is not None and lines < _WHOLE_LINES:
+            room = lines * _LINE_CHARS
+            error = replace(
+                error, traceback=error.traceback[len(error.traceback) - room :], message=error.message[:room]
+            )
+        if process is not None and lines < _WHOLE_LINES:
+            waits = process.child_waits[:lines]
+            process = replace(process, threads=process.threads[:lines], child_waits=waits)
         return replace(
-            item, page=page, log_tail=item.log_tail[len(item.log_tail) - lines :] if lines else (),
+            item,
+            page=page,
+            error=error,
+            process=process,
+            stack=item.stack[: 4 * lines],
+            log_tail=item.log_tail[len(item.log_tail) - lines :] if lines else (),
             native_stack=item.native_stack[:lines],
-        )  # fmt: skip
+        )
 
     return replace(evidence, ranks=tuple(smaller(item) for item in evidence.ranks))

@@ -30,6 +30,7 @@ from closeranks.linux import boot_id
 __all__ = ["LinkOwner", "NodeIdentity", "NodeLink", "boottime_s", "split_endpoint"]
 
 _CONNECT_TIMEOUT_S = 2.0
+_WELCOME_S = 1.5
 _RETRY_FIRST_S, _RETRY_MAX_S = 0.05, 1.0
 _MAX_BEATS_UNANSWERED = 64
 _LEASE_LOOKS = 20  # a lease; how late its end may be noticed
@@ -127,7 +128,8 @@ class NodeLink:
         self._lease_end_s = 0.0
         self._seq = 0
         self._sent: deque[tuple[int, float]] = deque(maxlen=_MAX_BEATS_UNANSWERED)
-        self._alone_since_s: float | None = None  # since the controller's host says that nobody is there
+        self._alone_until_s: float | None = None  # the controller's host says that nobody is there
+        self._lapsed = True  # before the first welcome there is no lease
         self._closing = False
         self._next_beat = asyncio.Event()
 
@@ -187,10 +189,13 @@ class NodeLink:
             # Where the lease is over, whoever gave it may have decided about us before it died.
             if died and self._refusals_count and self._clock() < self._lease_end_s:
                 self._orphan_until_s = self._answered_s + self._grace_s
+        elif found.outcome is ConnectOutcome.OK:
+            if self._alone_until_s is not None:  # somebody is there again; it has so long to let us in
+                self._alone_until_s = min(self._alone_until_s, self._clock() + _WELCOME_S)
         elif found.outcome is not ConnectOutcome.REFUSED:
-            self._alone_since_s = None
-        elif self._alone_since_s is None and self._refusals_count:
-            self._alone_since_s = self._clock()
+            self._alone_until_s = None
+        elif self._alone_until_s is None and self._refusals_count and self._clock() < self._lease_end_s:
+            self._alone_until_s = self._clock() + self._grace_s
 
     async def _attach(self, peer: Peer) -> bool:
         """One connection, from hello to its end. False: this isn't who leads, or it answers no more."""
@@ -219,6 +224,7 @@ class NodeLink:
                 elif kind == "heartbeat_ack":
                     self._answered(message["seq"])
                 elif kind == "refused":
+                    self._alone_until_s = None
                     if message["for_good"]:
                         self._owner.turned_away(message["reason"])
                     return False
@@ -239,7 +245,7 @@ class NodeLink:
         if term is not None and term < self._term:
             return False
         self._term = term if term is not None else self._term
-        self._lease_from, self._orphan_until_s = self._place, None
+        self._lease_from, self._orphan_until_s, self._alone_until_s = self._place, None, None
         self._beat_s, self._lease_s = max(0.01, message["beat_s"]), message["lease_s"]
         self._grace_s = message["grace_s"]
         self._welcome = True
@@ -276,21 +282,19 @@ class NodeLink:
             if number == seq:
                 self._lease_end_s = max(self._lease_end_s, sent_s + self._lease_s)
                 self._answered_s = sent_s
+                self._lapsed = False
 
     def _in_grace(self) -> bool:
         if self._orphan_until_s is not None:
             return self._clock() < self._orphan_until_s
-        alone_s = self._alone_since_s
-        return alone_s is not None and self._clock() < alone_s + self._grace_s
+        return self._alone_until_s is not None and self._clock() < self._alone_until_s
 
     async def _watch_lease(self) -> None:
-        lapsed = True  # before the first welcome there is none
         while True:
             if self.holds_lease:
-                lapsed = False
                 alone_s = self._clock() + self._lease_s / 2 if self._in_grace() else 0.0
                 self._owner.lease_held(max(self._lease_end_s, alone_s))
-            elif not lapsed:
-                lapsed = True
+            elif not self._lapsed:
+                self._lapsed = True
                 self._owner.lease_over("the controller has not answered for as long as the lease lasts")
             await asyncio.sleep(max(0.01, self._lease_s / _LEASE_LOOKS))

@@ -142,7 +142,10 @@ class Supervisor:
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None:
+        if isinstance(error, CloseranksError):
+            self.console.tell("error", str(error))
+            self._finish_with(Finish(error.exit_code, str(error)))
+        elif error is not None:
             self.console.internal_error(error)
             self._finish_with(Finish(RunExit.INTERNAL, f"internal error: {error!r}"))
 

@@ -63,6 +63,7 @@ class Casebook:
     def attach(self, service: ClusterService) -> None:
         """Whose incidents these are."""
         self._service = service
+        self.count = service.job.incidents_before
 
     @property
     def _owner(self) -> ClusterService:
@@ -86,6 +87,8 @@ class Casebook:
         """A node says that a generation failed there, or answers what it was asked."""
         world, generation = self._owner.job.state.world, message["generation"]
         if world is None or world.generation != generation or world.stage is not Stage.RUNNING:
+            return
+        if session.node not in world.members:
             return
         inquest = self._inquest
         if inquest is None or inquest.generation != generation:
@@ -115,6 +118,7 @@ class Casebook:
             [member.node for member in members],
             self._conclude,
             trigger,
+            [member.node for member in members if member.succeeded],
         )
         request = {"type": "evidence_request", "generation": world.generation, "trigger": kind}
         for member in members:
@@ -146,34 +150,35 @@ class Casebook:
         """A generation is given up. Where no inquest was held, a node or the store was lost, or it was
         meant to be."""
         self._ending_since_s = time.monotonic()
-        planned = before.planned is not None or after.stop_signal is not None
-        if after.generation <= self._judged or planned:
+        if after.generation <= self._judged:
             return
-        nodes = self._owner.job.state.nodes
-        lost = tuple(
-            sorted(
-                member.node
-                for member in after.members.values()
-                if not member.succeeded
-                and (
-                    member.lost_at_s is not None
-                    or (node := nodes.get(member.node)) is None
-                    or node.link in (Link.LOST, Link.LEFT)
-                )
-            )
-        )
-        why = _why(event, self._owner.job.state.config.lease_length_s)
+        lost, why = self._who_and_why(after, event)
+        planned = before.planned is not None or after.stop_signal is not None
+        if planned and not lost:
+            return
         heard = [ns for name in lost if (ns := self._owner.sessions.last_heard_ns(name)) is not None]
-        ranks = tuple(
-            rank
-            for name in lost
-            for rank in range(
-                after.members[name].first_rank, after.members[name].first_rank + after.members[name].ranks
-            )
-        )
+        seats = [after.members[name] for name in lost if name in after.members]
+        ranks = tuple(rank for seat in seats for rank in range(seat.first_rank, seat.first_rank + seat.ranks))
         trigger = Trigger("node_lost", ranks, why, time.monotonic_ns())
-        broke_ns = min(heard, default=None)
-        self._judge_without(after.generation, trigger, lost or (after.store_node,), why, broke_ns)
+        self._judge_without(after.generation, trigger, lost, why, min(heard, default=None))
+
+    def _who_and_why(self, world: World, event: ClusterEvent) -> tuple[tuple[str, ...], str]:
+        """The nodes for which policy gave this generation up, and what became of them."""
+        nodes = self._owner.job.state.nodes
+        living = [member for member in world.members.values() if not member.succeeded]
+        lost = [
+            member.node
+            for member in living
+            if member.lost_at_s is not None
+            or (node := nodes.get(member.node)) is None
+            or node.link in (Link.LOST, Link.LEFT)
+        ]
+        if lost:
+            return tuple(sorted(lost)), _why(event, self._owner.job.state.config.lease_length_s)
+        if isinstance(event, StoreLost):
+            return (event.node,), "the store in which the ranks met ended there"
+        silent = [member.node for member in living if member.ended_at_s is not None]
+        return tuple(sorted(silent)), "its ranks ended without a word"
 
     def _judge_without(
         self,
@@ -256,8 +261,6 @@ def _why(event: ClusterEvent, lease_s: float) -> str:
             return event.reason
         case NodeLeft():
             return f"its agent ended: {event.reason}"
-        case StoreLost():
-            return "the store in which the ranks met ended there"
         case Tick():
             return f"nothing was heard of it for {lease_s:g} s"
         case _:

@@ -17,7 +17,7 @@ from closeranks.config import BudgetConfig, ClusterConfig
 from closeranks.controller.cluster_journal import STATE_KIND, StateDiary, read_parts, read_state
 from closeranks.controller.journal import Journal, Record, read
 from closeranks.controller.shared_state import Found, SharedState
-from closeranks.events import Finish, Tell
+from closeranks.events import Finish, RunExit, Tell
 from closeranks.linux import boot_id
 from closeranks.plain import to_plain
 from closeranks.policy import cluster as policy
@@ -26,6 +26,7 @@ from closeranks.policy.cluster import ClusterState
 __all__ = ["ClusterJob"]
 
 STARTED_KIND = "controller_started"
+_KINDS = frozenset({STATE_KIND, STARTED_KIND, "finished", "detected", "decided"})
 
 
 class ClusterJob:
@@ -37,14 +38,25 @@ class ClusterJob:
     shared: SharedState | None = None
 
     def __init__(
-        self, journal: Journal, state: ClusterState, *, resumed: bool, clock: Callable[[], float]
+        self,
+        journal: Journal,
+        state: ClusterState,
+        *,
+        resumed: bool,
+        clock: Callable[[], float],
+        followed: bool = False,
     ) -> None:
         self._journal = journal
         self._clock = clock
         self._diary = StateDiary()
         self.state = state
         self.resumed = resumed
+        self.incidents_before = 0
+        self.decided_end: Finish | None = None  # by a controller before this one, which may have told nobody
         self._ended: Finish | None = None
+        # In this order: whoever comes next must not take times of another boot for times of this one.
+        if resumed and not followed:
+            self._keep(self._changes(), ())
         self.note(STARTED_KIND, {"boot_id": boot_id(), "resumed": resumed})
 
     @classmethod
@@ -61,12 +73,17 @@ class ClusterJob:
         if not path.exists():
             return cls(Journal.create(path), fresh, resumed=False, clock=clock)
         journal = Journal.open_for_append(path)  # nobody else writes from here on
-        records = [record for record in read(path) if record.kind in (STATE_KIND, STARTED_KIND, "finished")]
+        records = [record for record in read(path) if record.kind in _KINDS]
         found = read_state(records, fresh)
         if found is None:
             return cls(journal, fresh, resumed=False, clock=clock)
         job = cls(journal, policy.restore(found, clock(), _shift_s(records)), resumed=True, clock=clock)
-        job._ended = next((_end_of(record) for record in records if record.kind == "finished"), None)
+        job.incidents_before = sum(record.kind == "detected" for record in records)
+        job._ended = next((_end_of(record.data) for record in records if record.kind == "finished"), None)
+        ends = (end for record in records if (end := _decided_end(record)) is not None)
+        job.decided_end = (
+            next(ends, Finish(RunExit.INTERNAL, "the job had ended")) if found.finished else None
+        )
         return job
 
     @classmethod
@@ -86,7 +103,7 @@ class ClusterJob:
         journal = Journal.create(path) if is_new else Journal.open_for_append(path)
         if found is not None:
             state = policy.restore(read_parts(found.parts, state), clock(), found.shift_s)
-        job = cls(journal, state, resumed=found is not None, clock=clock)
+        job = cls(journal, state, resumed=found is not None, clock=clock, followed=True)
         job.shared = shared
         if found is not None:
             if is_new:
@@ -182,6 +199,14 @@ def _shift_s(records: list[Record]) -> float:
     return (now_ns - last.mono_ns) / 1e9
 
 
-def _end_of(record: Record) -> Finish:
-    code = record.data.get("exit_code")
-    return Finish(code if isinstance(code, int) else 1, str(record.data.get("reason", "")))
+def _end_of(data: Mapping[str, Any]) -> Finish:
+    code = data.get("exit_code")
+    return Finish(code if isinstance(code, int) else RunExit.INTERNAL, str(data.get("reason", "")))
+
+
+def _decided_end(record: Record) -> Finish | None:
+    actions = record.data.get("actions") if record.kind == "decided" else None
+    for action in actions if isinstance(actions, list) else ():
+        if isinstance(action, Mapping) and action.get("action") == "Finish":
+            return _end_of(action)
+    return None

@@ -34,7 +34,13 @@ def _parts(state: ClusterState) -> dict[str, Any]:
         "job": durable_job(state.job),
         "world": None if world is None else replace(world, members={}),
         "forming": None if forming is None else replace(forming, members={}),
-        "rest": (state.finished, state.requested, state.requested_at_s, state.denied_until_s),
+        "rest": (
+            state.finished,
+            state.requested,
+            state.requested_at_s,
+            state.denied_until_s,
+            state.asked,
+        ),
     }
     parts.update((_NODE + name, node) for name, node in state.nodes.items())
     parts.update((_MEMBER + name, member) for name, member in (world.members if world else {}).items())
@@ -48,11 +54,13 @@ class StateDiary:
     def __init__(self) -> None:
         self._seen: dict[str, Any] = {}  # the parts as they were
         self._written: dict[str, Any] = {}  # what of them is in the journal
+        self._whole = True  # the next batch is all there is: what a controller before us left doesn't count
 
     def go_on(self, names: Iterable[str]) -> None:
         """Parts by these names are written down already; what they hold is to be written again."""
         self._seen = dict.fromkeys(names)
         self._written = dict.fromkeys(self._seen)
+        self._whole = False
 
     def changes(self, state: ClusterState) -> Iterator[dict[str, Any]]:
         """The data of the records that bring the journal up to ``state``; usually none or one."""
@@ -68,12 +76,16 @@ class StateDiary:
         gone = [key for key in before if key not in parts]
         for key in gone:
             del self._written[key]
-        return _batches(changed, gone)
+        if not changed and not gone:
+            return
+        first = {"first": True, "whole": True} if self._whole else {"first": True}
+        self._whole = False
+        for batch in _batches(changed, gone):
+            yield {**batch, **first}
+            first = {}
 
 
 def _batches(changed: Mapping[str, Any], gone: list[str]) -> Iterator[dict[str, Any]]:
-    if not changed and not gone:
-        return
     plain = [(key, _plain_part(part)) for key, part in changed.items()]
     *batches, last = [
         batch
@@ -115,18 +127,21 @@ def read_state(records: Iterable[Record], fresh: ClusterState) -> ClusterState |
     """
     parts: dict[str, Any] = {}
     pending: dict[str, Any] = {}
-    found = False
+    whole = found = False
     for record in records:
         if record.kind != STATE_KIND:
             continue
-        changed = record.data.get("set")
+        if record.data.get("first"):  # what is left of a batch that was cut never happened
+            pending, whole = {}, bool(record.data.get("whole"))
+        changed, gone = record.data.get("set"), record.data.get("gone") or []
+        if not isinstance(gone, list):
+            raise JournalError(f"the recorded state of the cluster makes no sense: {gone!r} is gone")
         pending.update(changed if isinstance(changed, Mapping) else {})
         if record.data.get("last"):
-            parts.update(pending)
-            pending = {}
-            for key in record.data.get("gone") or ():
-                parts.pop(key, None)
-            found = True
+            parts = pending if whole else {**parts, **pending}
+            pending, whole, found = {}, False, True
+            for key in gone:
+                parts.pop(str(key), None)
     return read_parts(parts, fresh) if found else None
 
 
@@ -145,7 +160,7 @@ def _whole(parts: Mapping[str, Any], fresh: ClusterState) -> ClusterState:
 
     world = from_plain(World | None, parts.get("world"), "world")
     forming = from_plain(Forming | None, parts.get("forming"), "forming")
-    rest = from_plain(tuple[bool, int, float, float], parts.get("rest"), "rest")
+    rest = from_plain(tuple[bool, int, float, float, bool], parts.get("rest"), "rest")
     job = from_plain(JobState, parts.get("job"), "job")
     return replace(
         fresh,
@@ -157,4 +172,5 @@ def _whole(parts: Mapping[str, Any], fresh: ClusterState) -> ClusterState:
         requested=rest[1],
         requested_at_s=rest[2],
         denied_until_s=rest[3],
+        asked=rest[4],
     )

@@ -43,6 +43,7 @@ class Finding:
 class Inquest:
     """Open from the first report of a generation's failure until ``conclude`` has been called, once.
 
+    ``through``: nodes whose ranks have all ended well; they may have nothing to say.
     ``trigger``: nobody has reported anything; it was proved by looking at all nodes together.
     """
 
@@ -54,29 +55,33 @@ class Inquest:
         nodes: Iterable[str],
         conclude: Callable[[Finding], None],
         trigger: Trigger | None = None,
+        through: Iterable[str] = (),
     ) -> None:
         self.generation = generation
         self._incident_id = incident_id
         self._world_size = world_size
         self._waiting = set(nodes)
+        self._through = frozenset(through)
         self._absent: set[str] = set()
         self._conclude = conclude
         self._parts: list[NodePart] = []
         self._durable = False
         self._texts: dict[str, dict[int, str]] = {"stacks": {}, "native": {}}
+        self._first = ""  # who said anything, be it unreadable
         self._reporter = ""
         self._began_s = time.monotonic()
         self._timer: asyncio.TimerHandle | None = None
         self._done = False
         self._trigger = trigger
-        if trigger is not None:
-            self._timer = asyncio.get_running_loop().call_later(_THOROUGH_S, self._finish)
+        # The first part that can be read may tell that it is to be quicker.
+        self._timer = asyncio.get_running_loop().call_later(_THOROUGH_S, self._finish)
 
     def add(self, node: str, message: Mapping[str, Any], offset_ns: int) -> str:
         """A node's report, or its answer; returns "" or why it can't be read. May conclude."""
         if self._done or node not in self._waiting:
             return ""
         self._waiting.discard(node)
+        self._first = self._first or node
         problem = ""
         try:
             evidence = evidence_from_json(message["evidence"])
@@ -88,9 +93,9 @@ class Inquest:
             self._keep_texts(message["texts"])
             if not self._reporter:
                 self._reporter = node
-            if self._timer is None:
-                limit_s = _QUICK_S if evidence.trigger.kind in _QUICK else _THOROUGH_S
-                self._timer = asyncio.get_running_loop().call_later(limit_s, self._finish)
+                if self._trigger is None and evidence.trigger.kind in _QUICK and self._timer is not None:
+                    self._timer.cancel()
+                    self._timer = asyncio.get_running_loop().call_later(_QUICK_S, self._finish)
         self._finish_if_complete()
         return problem
 
@@ -113,22 +118,26 @@ class Inquest:
                     kept[int(rank)] = text
 
     def _finish_if_complete(self) -> None:
-        if not self._waiting and self._parts:
+        if not self._waiting and self._first:
             self._finish()
 
     def _finish(self) -> None:
         if self._done:
             return
         self.cancel()
-        if not self._parts:
+        if not self._first:
             return  # nobody answers: then leases end
-        silent = tuple(sorted(self._waiting | self._absent))
-        evidence = merge(
-            self._parts,
-            incident_id=self._incident_id,
-            generation=self.generation,
-            world_size=self._world_size,
-        )
+        silent = tuple(sorted((self._waiting | self._absent) - self._through))
+        if self._parts:
+            evidence = merge(
+                self._parts,
+                incident_id=self._incident_id,
+                generation=self.generation,
+                world_size=self._world_size,
+            )
+        else:
+            trigger = Trigger("exit", (), f"node {self._first} reported a failure", time.monotonic_ns())
+            evidence = Evidence(self._incident_id, self.generation, self._world_size, trigger, ranks=())
         if self._trigger is not None:
             evidence = replace(evidence, trigger=self._trigger)
         verdict = diagnose(evidence)
@@ -143,7 +152,7 @@ class Inquest:
                 evidence=evidence,
                 verdict=verdict,
                 failure=failure,
-                reporter=self._reporter,
+                reporter=self._reporter or self._first,
                 culprit_nodes=tuple(sorted(culprits)),
                 texts=self._texts,
                 took_s=time.monotonic() - self._began_s,

@@ -28,6 +28,7 @@ from closeranks.cluster_events import (
     NodeHeartbeat,
     NodeLeft,
     NodeReady,
+    NodesRequested,
     NodeStarted,
     NodeSucceeded,
     OpenStore,
@@ -69,6 +70,10 @@ _TICKS_PER_LEASE = 8
 _GOODBYE_S = 10.0  # for agents to kill their ranks and leave, at the end
 _SMALL = 256  # nodes; below that heartbeats come twice as often as the lease needs
 _INJECT_S = 5.0
+# What agents may put on record (agent.node_reports sends these); all else in the journal is the controller's.
+_FROM_NODES = frozenset(
+    {"rank_exited", "killed", "notice", "fault_injected", "suspected", "suspicion_cleared"}
+)
 _LAST_CALL_S = 10.0  # to finish a save that has begun elsewhere
 
 
@@ -118,16 +123,19 @@ class ClusterService:
         self.spawn(self._follow_engine())
         self.spawn(self._tick())
         world = self.job.state.world
-        if self.job.resumed:
+        if self.job.state.finished:
+            await self._end_again()
+        elif self.job.resumed:
             if world is not None:
                 self.board.begin(world.generation, world.members)
                 self.board.ever_saved = True  # what went before isn't known: better to wait for a save
             self.console.tell("warning", "a new controller goes on with this job; its agents attach again")
-            if world is None:
-                self.spawn(self._place_late())
         else:
             self.dispatch(RunStarted())
-            self._place_all()
+            config = self.job.state.config
+            count = config.max_nodes + config.spares
+            self.dispatch(NodesRequested(count))
+            self.carry_out((RequestNode(count, "the job begins"),))
         await self._finished.wait()
         assert self.finish is not None
         if self.deposed:
@@ -135,6 +143,12 @@ class ClusterService:
         else:
             await self._close(self.finish)
         return self.finish
+
+    async def _end_again(self) -> None:
+        """The controller before this one died between deciding the end and telling everybody."""
+        self.finish = self.job.decided_end or Finish(RunExit.INTERNAL, "the job had ended")
+        self._finished.set()
+        await asyncio.sleep(self.job.state.config.reattach_wait_s)  # whoever attaches is told
 
     def depose(self, reason: str) -> None:
         """Another controller may lead the job: from now on nothing is decided or answered here."""
@@ -291,16 +305,6 @@ class ClusterService:
 
     # --- the engine ---------------------------------------------------------------------------------
 
-    def _place_all(self) -> None:
-        config = self.job.state.config
-        self.carry_out((RequestNode(config.max_nodes + config.spares, "the job begins"),))
-
-    async def _place_late(self) -> None:
-        """The controller before this one may have died before it had asked for nodes."""
-        await asyncio.sleep(self.job.state.config.reattach_grace_s)
-        if self.job.state.world is None and not self.job.state.nodes:
-            self._place_all()
-
     async def _place(self, count: int, reason: str) -> None:
         nodes = self.job.state.nodes.values()
         taken = frozenset(node.name for node in nodes if node.link in (Link.ATTACHED, Link.AWAITED))
@@ -327,13 +331,18 @@ class ClusterService:
             while (message := await peer.receive()) is not None and self.sessions.is_current(session):
                 self._heard(session, message)
         finally:
-            self.sessions.remove(session)
-            self.casebook.silent(session.node)
+            if self.sessions.is_current(session):
+                self.sessions.remove(session)
+                self.casebook.silent(session.node)
 
     def _admit(self, hello: Mapping[str, Any], peer: Peer) -> Session | None:
         if not self._leads():
             return None
         node, session_id = hello["node"], hello["session"]
+        if self.finish is not None and not self.deposed and not self.handing_over:
+            reason = f"the job is over: {self.finish.reason}"
+            peer.send({"type": "refused", "reason": reason, "for_good": True})
+            return None
         if hello["job"] != self._job_id:
             peer.send({"type": "refused", "reason": "this is another job's controller", "for_good": True})
             return None
@@ -401,7 +410,9 @@ class ClusterService:
         """A generation that can't go on, and no evidence of why."""
         kinds = {kind.value: kind for kind in FailureKind}
         world = self.job.state.world
-        if world is None or world.generation != message["generation"]:
+        if world is None or world.generation != message["generation"] or world.stage is not Stage.RUNNING:
+            return
+        if session.node not in world.members:
             return
         failure = Failure(
             generation=world.generation,
@@ -430,6 +441,8 @@ class ClusterService:
         self.dispatch(DrainReady(session.node, generation))
 
     def _event(self, session: Session, message: Mapping[str, Any]) -> None:
+        if message["kind"] not in _FROM_NODES:  # the journal is ours, and holds what we go on from
+            return
         kind = f"node_{message['kind']}" if message["kind"] == "killed" else message["kind"]
         data = {**message["data"], "node": session.node}
         if kind == "notice" and isinstance(data.get("text"), str):

@@ -29,9 +29,10 @@ def merge(parts: Sequence[NodePart], *, incident_id: str, generation: int, world
 
     At least one part. Ranks of nodes that gave nothing are missing.
     """
-    ranks = sorted(
-        (_moved(item, part) for part in parts for item in part.evidence.ranks), key=lambda item: item.rank
-    )
+    ranks: dict[int, RankEvidence] = {}
+    for part in parts:
+        for item in part.evidence.ranks:
+            ranks.setdefault(item.rank, _moved(item, part))  # of a rank that two claim, the first word counts
     pulled = [(part, part.evidence.trigger) for part in parts if part.evidence.trigger.ranks]
     if not pulled:
         pulled = [(part, part.evidence.trigger) for part in parts]
@@ -42,7 +43,7 @@ def merge(parts: Sequence[NodePart], *, incident_id: str, generation: int, world
         generation=generation,
         world_size=world_size,
         trigger=replace(trigger, mono_ns=trigger.mono_ns + first.offset_ns),
-        ranks=tuple(ranks),
+        ranks=tuple(ranks[rank] for rank in sorted(ranks)),
         node=first.node,
         host=_host_of_first_death(parts, first),
         step_p99_s=max(p99s, default=None),
@@ -67,7 +68,7 @@ def _moved(item: RankEvidence, part: NodePart) -> RankEvidence:
         item,
         node=part.node,
         exit_mono_ns=None if item.exit_mono_ns is None else item.exit_mono_ns + by_ns,
-        error=None if error is None else replace(error, mono_ns=error.mono_ns + by_ns),
+        error=None if error is None else replace(error, mono_ns=_at(error.mono_ns, by_ns)),
         page=None if page is None else _moved_page(page, by_ns),
     )
 
@@ -77,9 +78,14 @@ def _moved_page(page: Page, by_ns: int) -> Page:
         return page
     return replace(
         page,
-        tick_ns=page.tick_ns + by_ns,
-        step_ns=page.step_ns + by_ns,
-        phase_ns=page.phase_ns + by_ns,
-        steps=tuple(replace(step, mono_ns=step.mono_ns + by_ns) for step in page.steps),
-        collectives=tuple(replace(record, mono_ns=record.mono_ns + by_ns) for record in page.collectives),
+        tick_ns=_at(page.tick_ns, by_ns),
+        step_ns=_at(page.step_ns, by_ns),
+        phase_ns=_at(page.phase_ns, by_ns),
+        steps=tuple(replace(step, mono_ns=_at(step.mono_ns, by_ns)) for step in page.steps),
+        collectives=tuple(replace(record, mono_ns=_at(record.mono_ns, by_ns)) for record in page.collectives),
     )
+
+
+def _at(mono_ns: int, by_ns: int) -> int:
+    """A stamp on our clock; 0 means never."""
+    return mono_ns + by_ns if mono_ns else 0

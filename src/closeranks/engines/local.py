@@ -96,7 +96,9 @@ class LocalEngine:
 
     def _next_node(self, taken: frozenset[str]) -> str | None:
         if not self._hosts:
-            return f"node{self._next_number()}"
+            while (name := f"node{self._next_number()}") in taken:
+                pass
+            return name
         free = [host for host in self._tried if host not in self._agents and host not in taken]
         if not free:
             return None

@@ -37,6 +37,7 @@ from closeranks.cluster_events import (
     NodeHeartbeat,
     NodeLeft,
     NodeReady,
+    NodesRequested,
     NodeStarted,
     NodeSucceeded,
     OpenStore,
@@ -171,6 +172,8 @@ def _take(state: ClusterState, event: ClusterEvent, now_s: float) -> Decision:
             return _on_member(state, event, now_s)
         case StoreOpened() | StoreLost():
             return _on_store(state, event, now_s)
+        case NodesRequested(count):
+            return replace(state, requested=max(0, count), requested_at_s=now_s, asked=True), ()
         case RequestDenied(count):
             denied_until_s = now_s + state.config.request_again_s
             left = max(0, state.requested - max(0, count))

@@ -43,8 +43,10 @@ def restore(state: ClusterState, now_s: float, shift_s: float = 0.0) -> ClusterS
         world=None if state.world is None else _restore_world(state.world, awaited_until_s, shift_s),
         forming=None if state.forming is None else _restore_forming(state.forming, awaited_until_s, shift_s),
         ticked_at_s=None,
+        # What was asked for may never have been: it is asked for again, unless it comes meanwhile.
+        requested=0,
         requested_at_s=state.requested_at_s + shift_s,
-        denied_until_s=state.denied_until_s + shift_s,
+        denied_until_s=max(state.denied_until_s + shift_s, awaited_until_s),
     )
 
 

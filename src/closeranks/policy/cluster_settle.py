@@ -151,9 +151,10 @@ def _is_to_go(node: Node) -> bool:
 def _request(state: ClusterState, now_s: float) -> Decision:
     """Ask the engine for what the world and its spares lack; again only when its answer is overdue."""
     world, config = state.world, state.config
-    if world is None or _is_ending(state):  # before the first world the engine is still bringing its nodes
+    if (world is None and not state.asked) or _is_ending(state):
         return state, ()
-    want = config.spares + (config.max_nodes if config.grow_back else len(world.members))
+    size = config.max_nodes if world is None or config.grow_back else len(world.members)
+    want = config.spares + size
     have = sum(_is_hopeful(node) for node in state.nodes.values())
     is_overdue = state.requested > 0 and now_s >= state.requested_at_s + config.join_timeout_s
     asked = 0 if is_overdue else state.requested

@@ -177,6 +177,7 @@ class ClusterState:
     ticked_at_s: float | None = None
     requested: int = 0
     requested_at_s: float = 0.0
+    asked: bool = False  # the engine has been asked for the first nodes
     denied_until_s: float = 0.0  # the engine had none to give: it isn't asked again before
 
 
