@@ -244,9 +244,11 @@ def test_a_node_lost_in_the_middle_of_an_inquest_is_one_incident_still(tmp_path:
 def test_the_last_incident_of_a_job_is_shown_before_its_end(tmp_path: Path) -> None:
     async def scene(rig: Rig) -> None:
         await started(rig)
+        rig.agents["a"].ignores.add("kill")  # so that nothing follows before the job is told to stop
         rig.agents["b"].say("broke", generation=0, kind="launch", reason="no descriptors")
         await soon(lambda: rig.casebook.count == 1)
         rig.service.stop_requested("SIGTERM received", 15)
+        rig.agents["a"].say("down", generation=0)
         assert rig.ended is not None
         await asyncio.wait_for(rig.ended, 20.0)
 

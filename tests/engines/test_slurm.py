@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slurm_rig import SlurmCluster, alive, missing, slurm_cluster, wait_until
 
 from closeranks.cluster_events import EngineDrains, NodeGone
 from closeranks.engines.base import EngineFact, JobSpec, Join
 from closeranks.engines.slurm import SlurmEngine
 from closeranks.engines.slurm_text import expand_hostlist
 from closeranks.errors import ConfigError
+
+from .slurm_rig import SlurmCluster, alive, missing, slurm_cluster, wait_until
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 

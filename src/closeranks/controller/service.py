@@ -7,11 +7,8 @@ Facts come from agents' connections, from the engine, from people and from the c
 from __future__ import annotations
 
 import asyncio
-import random
-import secrets
 import signal
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import replace
 from typing import Any, Protocol, assert_never
 
 from closeranks.cluster_events import (
@@ -48,9 +45,9 @@ from closeranks.controller.cluster_job import ClusterJob
 from closeranks.controller.joint_watch import JointWatch
 from closeranks.controller.peer import Peer
 from closeranks.controller.progress_board import ProgressBoard
+from closeranks.controller.requests import Requests
 from closeranks.controller.sessions import Session, Sessions
 from closeranks.engines.base import Engine
-from closeranks.errors import UsageError
 from closeranks.events import (
     Failure,
     FailureKind,
@@ -61,7 +58,6 @@ from closeranks.events import (
     StopRequested,
     Tell,
 )
-from closeranks.faults import format_spec, parse_spec
 from closeranks.policy.cluster_state import Link, Stage, World
 
 __all__ = ["ClusterService", "ServiceConsole"]
@@ -69,7 +65,6 @@ __all__ = ["ClusterService", "ServiceConsole"]
 _TICKS_PER_LEASE = 8
 _GOODBYE_S = 10.0  # for agents to kill their ranks and leave, at the end
 _SMALL = 256  # nodes; below that heartbeats come twice as often as the lease needs
-_INJECT_S = 5.0
 # What agents may put on record (agent.node_reports sends these); all else in the journal is the controller's.
 _FROM_NODES = frozenset(
     {"rank_exited", "killed", "notice", "fault_injected", "suspected", "suspicion_cleared"}
@@ -112,7 +107,7 @@ class ClusterService:
         self.handing_over = False
         self._last_call = -1  # the generation of which a part has been saved for its planned end
         self._told = (-1, 0)  # the generation and step of which policy knows
-        self._asked: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self.requests = Requests(self)
         self.joint_watch = JointWatch(self, hang)
         casebook.attach(self)
 
@@ -456,9 +451,7 @@ class ClusterService:
         self.job.note(kind, data, generation=generation)
 
     def _injected(self, _session: Session, message: Mapping[str, Any]) -> None:
-        asked = self._asked.pop(message["id"], None)
-        if asked is not None and not asked.done():
-            asked.set_result(dict(message["reply"]))
+        self.requests.injected(message["id"], message["reply"])
 
     # --- people -------------------------------------------------------------------------------------
 
@@ -489,92 +482,7 @@ class ClusterService:
 
     async def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """A request on the control socket."""
-        kind = request.get("type")
-        if kind == "status":
-            return {"ok": True, **self.status()}
-        if kind == "drain":
-            reply = self._drain(request)
-            if self.job.shared is not None:
-                await self.job.shared.settled()
-            return reply
-        if kind == "inject":
-            return await self._inject(str(request.get("spec", "")))
-        return {"ok": False, "error": f"unknown request {kind!r}"}
-
-    def status(self) -> dict[str, Any]:
-        state, world = self.job.state, self.job.state.world
-        members = world.members if world is not None and world.stage is not Stage.ENDED else {}
-        return {
-            "generation": world.generation if world is not None else None,
-            "stage": world.stage.value if world is not None else "forming",
-            "world_size": sum(member.ranks for member in members.values()),
-            "step": self.board.step,
-            "incidents": self.casebook.count,
-            "nodes": [
-                {
-                    "node": node.name,
-                    "link": node.link.value,
-                    "standing": node.standing.value,
-                    "reason": node.drain_reason or node.standing_reason,
-                    "draining": node.drain_due_s is not None,
-                    "ready": node.ready,
-                    "session": node.session,
-                    "address": node.address,
-                    "ranks": [members[node.name].first_rank, members[node.name].ranks]
-                    if node.name in members
-                    else None,
-                }
-                for node in state.nodes.values()
-            ],
-        }
-
-    def _drain(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        name, state = str(request.get("node", "")), self.job.state
-        if name not in state.nodes:
-            known = ", ".join(sorted(state.nodes)[:20]) or "none yet"
-            return {"ok": False, "error": f"this job has no node {name!r}; its nodes are {known}"}
-        deadline_s = request.get("deadline_s")
-        if not isinstance(deadline_s, int | float):
-            deadline_s = state.config.drain_deadline_s
-        self.dispatch(DrainRequested(name, float(deadline_s), str(request.get("reason") or "asked for")))
-        world = state.world
-        seated = world.members if world is not None else {}
-        spares = sum(
-            node.link is Link.ATTACHED and node.drain_due_s is None and node.name not in seated
-            for node in self.job.state.nodes.values()
-        )
-        return {
-            "ok": True, "node": name, "deadline_s": deadline_s, "spares": spares, "seated": name in seated,
-        }  # fmt: skip
-
-    async def _inject(self, text: str) -> dict[str, Any]:
-        try:
-            spec = parse_spec(text)
-        except UsageError as error:
-            return {"ok": False, "error": str(error)}
-        world = self.job.state.world
-        if world is None or world.stage is not Stage.RUNNING:
-            return {"ok": False, "error": "no rank runs at the moment; try again once the job has started"}
-        size = sum(member.ranks for member in world.members.values())
-        number = spec.rank if spec.rank is not None else random.randrange(size)
-        member = next(
-            (m for m in world.members.values() if m.first_rank <= number < m.first_rank + m.ranks), None
-        )
-        if member is None:
-            return {"ok": False, "error": f"there is no rank {number}: ranks are 0 to {size - 1}"}
-        request = secrets.token_hex(8)
-        asked: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._asked[request] = asked
-        order = {"type": "inject", "id": request, "spec": format_spec(replace(spec, rank=number))}
-        if not self.sessions.send(member.node, order):
-            self._asked.pop(request)
-            return {"ok": False, "error": f"node {member.node} can't be reached at the moment"}
-        try:
-            return await asyncio.wait_for(asked, _INJECT_S)
-        except TimeoutError:
-            return {"ok": False, "error": f"node {member.node} did not answer"}
-        finally:
-            self._asked.pop(request, None)
+        return await self.requests.answer(request)
 
 
 def _is_started(world: World) -> bool:
