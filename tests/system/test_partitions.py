@@ -92,6 +92,7 @@ def test_a_spare_takes_the_place_of_a_node_that_is_cut_off(job: Partitioned) -> 
     assert job.end()["generations"] == 2
 
 
+@pytest.mark.exhaustive
 def test_the_node_that_has_the_store_and_rank_0_may_be_cut_off(job: Partitioned) -> None:
     node = job.seated()[0]
     job.hosts.link(node, up=False)
@@ -100,7 +101,7 @@ def test_the_node_that_has_the_store_and_rank_0_may_be_cut_off(job: Partitioned)
     assert job.end()["generations"] == 2
 
 
-@pytest.mark.parametrize("direction", ["in", "out"])
+@pytest.mark.parametrize("direction", ["in", pytest.param("out", marks=pytest.mark.exhaustive)])
 def test_a_node_that_is_cut_off_one_way_stops_by_itself(job: Partitioned, direction: str) -> None:
     node = job.seated()[2]
     job.hosts.drop(node, direction)
@@ -111,6 +112,7 @@ def test_a_node_that_is_cut_off_one_way_stops_by_itself(job: Partitioned, direct
     assert job.end()["generations"] == 2
 
 
+@pytest.mark.exhaustive
 def test_a_cut_shorter_than_the_lease_costs_nothing(job: Partitioned) -> None:
     node = job.seated()[1]
     job.hosts.link(node, up=False)
@@ -134,6 +136,7 @@ def test_all_ranks_stop_when_the_controller_is_cut_off_and_start_again_with_it(j
     job.end()
 
 
+@pytest.mark.exhaustive
 def test_the_minority_stops_and_the_job_waits_where_too_few_are_left(job: Partitioned) -> None:
     cut = [job.seated()[1], job.seated()[2]]
     for node in cut:

@@ -27,7 +27,7 @@ from closeranks.agent import guard
 from closeranks.agent.control_socket import CONTROL_FILE, ControlSocket
 from closeranks.agent.env import free_port
 from closeranks.agent.launch import as_supervisor, fill_standard_streams, finish_output, raise_file_limit
-from closeranks.agent.private_dir import PrivateDir
+from closeranks.agent.private_dir import PrivateDir, sweep_job
 from closeranks.config import RunConfig
 from closeranks.controller.credentials import AGENT, CONTROLLER, load, mint
 from closeranks.engines import engine_for
@@ -128,6 +128,7 @@ def launch_cluster(config: RunConfig, run_argv: tuple[str, ...]) -> int:
 
     def clean_up() -> None:
         private_dir.remove()
+        sweep_job(run_dir.name)
         shutil.rmtree(run_dir / _CREDENTIALS, ignore_errors=True)
         with contextlib.suppress(OSError):
             (run_dir / CONTROL_FILE).unlink(missing_ok=True)

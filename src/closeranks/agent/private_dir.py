@@ -15,8 +15,9 @@ import time
 from pathlib import Path
 
 from closeranks.errors import ConfigError
+from closeranks.linux import boot_id
 
-__all__ = ["PrivateDir", "bases"]
+__all__ = ["PrivateDir", "bases", "sweep_job"]
 
 _PREFIX = "closeranks-"
 _LOCK = "lock"
@@ -32,7 +33,7 @@ class PrivateDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock_fd = os.open(path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        os.write(self._lock_fd, _boot_id())
+        os.write(self._lock_fd, boot_id().encode())
         with contextlib.suppress(OSError):  # a file system without locks: nothing is swept there either
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -51,6 +52,12 @@ class PrivateDir:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
+def sweep_job(job_id: str) -> None:
+    """Remove what a job that is over has left on this host: directories of its agents that were killed."""
+    for base in bases():
+        _sweep(Path(base), f"{_PREFIX}{job_id[-24:]}-", min_age_s=0.0)
+
+
 def bases() -> list[str]:
     """Where private directories go, the best place first."""
     return [base for base in ("/dev/shm", os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir()) if base]
@@ -66,25 +73,25 @@ def _has_room(directory: str) -> bool:
     return enough_files and status.f_bavail * status.f_frsize >= _ROOM_BYTES
 
 
-def _sweep(base: Path) -> None:
+def _sweep(base: Path, prefix: str = _PREFIX, *, min_age_s: float = _MIN_AGE_S) -> None:
     """Remove what killed jobs of this user have left."""
     with contextlib.suppress(OSError), os.scandir(base) as entries:
-        found = [entry.name for entry in entries if entry.name.startswith(_PREFIX)][:_MAX_SWEPT]
+        found = [entry.name for entry in entries if entry.name.startswith(prefix)][:_MAX_SWEPT]
         for name in found:
-            if _is_abandoned(base / name):
+            if _is_abandoned(base / name, min_age_s):
                 shutil.rmtree(base / name, ignore_errors=True)
 
 
-def _is_abandoned(directory: Path) -> bool:
+def _is_abandoned(directory: Path, min_age_s: float) -> bool:
     try:
         status = (directory / _LOCK).lstat()
-        if status.st_uid != os.getuid() or time.time() - status.st_mtime < _MIN_AGE_S:
+        if status.st_uid != os.getuid() or time.time() - status.st_mtime < min_age_s:
             return False
         fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return False
     try:
-        if os.read(fd, 64) != _boot_id():  # another host's, on a shared file system
+        if os.read(fd, 64).strip() != boot_id().encode():  # another host's, on a shared file system
             return False
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # somebody lives there
@@ -92,11 +99,3 @@ def _is_abandoned(directory: Path) -> bool:
     finally:
         os.close(fd)
     return True
-
-
-def _boot_id() -> bytes:
-    """What tells this host, since its last boot, from every other."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_bytes()[:64]
-    except OSError:
-        return b""
