@@ -76,7 +76,8 @@ test: setup
 	$(PYTEST) -m 'not slow and torch' $(OR_NONE)
 
 test-slow: setup
-	$(PYTEST) -m 'slow and not exhaustive'
+	$(PYTEST) -m 'slow and not exhaustive and not torch' -n 2 $(OR_NONE)
+	$(PYTEST) -m 'slow and not exhaustive and torch' $(OR_NONE)
 
 test-exhaustive: setup
 	$(PYTEST) -m exhaustive

@@ -381,7 +381,7 @@ def test_a_job_goes_on_from_what_another_has_left(server, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 3))])
 def test_never_two_leaders_that_both_get_a_decision_through(server, seed):
     """Three that write as fast as they may, on lines that are held, cut and let go again at random."""
     asyncio.run(rivalry(server, seed, rounds_s=25.0))

@@ -38,10 +38,17 @@ WORKERS = ("--workers", "2")
         pytest.param("uneven", (), SLOW_S, marks=pytest.mark.slow),
         pytest.param("data", (), SLOW_S, marks=pytest.mark.slow),
         pytest.param("data", (*WORKERS, "--ahead"), max(SLOW_S, 20.0), marks=pytest.mark.slow),
-        pytest.param("data", (*WORKERS, "--persistent"), max(SLOW_S, 20.0), marks=pytest.mark.slow),
+        pytest.param(
+            "data",
+            (*WORKERS, "--persistent"),
+            max(SLOW_S, 20.0),
+            marks=[pytest.mark.slow, pytest.mark.exhaustive],
+        ),
         pytest.param("data-busy", WORKERS, SLOW_S, marks=pytest.mark.slow),
-        pytest.param("data-busy", (*WORKERS, "--ahead"), SLOW_S, marks=pytest.mark.slow),
-        pytest.param("evaluate-asleep", WORKERS, SLOW_S, marks=pytest.mark.slow),
+        pytest.param(
+            "data-busy", (*WORKERS, "--ahead"), SLOW_S, marks=[pytest.mark.slow, pytest.mark.exhaustive]
+        ),
+        pytest.param("evaluate-asleep", WORKERS, SLOW_S, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
     ],
 )
 def test_slow_is_not_dead(

@@ -62,7 +62,7 @@ def test_a_rank_that_is_killed_is_named_and_all_start_anew(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_node_that_is_killed_whole_is_replaced_by_the_spare(cluster: Make, rank: int) -> None:
     job = cluster()
     node, others = job.node_of_rank(rank), set(job.nodes())
@@ -108,6 +108,7 @@ def test_a_controller_that_is_killed_again_and_again_costs_nothing(cluster: Make
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_controller_that_is_killed_before_it_is_there_again_costs_nothing_either(cluster: Make) -> None:
     job = cluster()
     for _ in range(5):
@@ -153,6 +154,7 @@ def test_all_nodes_can_be_drained_one_after_the_other_without_a_step_done_twice(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_drain_without_a_spare_shrinks_the_job_at_its_deadline(
     cluster: Make, drain: Callable[..., Finished]
 ) -> None:
@@ -169,7 +171,9 @@ def test_a_drain_without_a_spare_shrinks_the_job_at_its_deadline(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)]
+)
 def test_a_signal_ends_all_nodes_and_leaves_no_process(cluster: Make, number: int) -> None:
     job = cluster()
     os.kill(job.job.guard, number)
@@ -186,6 +190,7 @@ def test_the_death_of_what_the_user_started_ends_all_nodes(cluster: Make) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_node_that_is_told_to_leave_makes_way_for_the_spare(cluster: Make) -> None:
     job = cluster()
     node = job.node_of_rank(1)
@@ -242,6 +247,7 @@ def test_a_controller_that_pauses_for_longer_than_a_lease_costs_one_restart_and_
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_node_and_the_controller_killed_at_once_are_survived_after_the_grace(cluster: Make) -> None:
     job = cluster()
     node = job.node_of_rank(1)
@@ -256,6 +262,7 @@ def test_a_node_and_the_controller_killed_at_once_are_survived_after_the_grace(c
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_signal_finds_a_controller_that_is_only_starting(cluster: Make) -> None:
     job = cluster()
     job.kill_controller()

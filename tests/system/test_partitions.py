@@ -123,6 +123,7 @@ def test_a_cut_shorter_than_the_lease_costs_nothing(job: Partitioned) -> None:
     assert job.end()["generations"] == 1
 
 
+@pytest.mark.exhaustive
 def test_all_ranks_stop_when_the_controller_is_cut_off_and_start_again_with_it(job: Partitioned) -> None:
     for node in job.hosts.names:
         job.hosts.link(node, up=False)
