@@ -79,6 +79,7 @@ class SlurmEngine:
         self._join: Join | None = None
         self._steps: Steps | None = None
         self._has_placed = False
+        self._taken: frozenset[str] = frozenset()
         self._released: set[str] = set()
         self._rests_until_s: dict[str, float] = {}
         self._placing = asyncio.Lock()
@@ -156,15 +157,17 @@ class SlurmEngine:
 
     # --- placing ------------------------------------------------------------------------------------
 
-    async def place(self, count: int, reason: str) -> int:
+    async def place(self, count: int, reason: str, taken: frozenset[str] = frozenset()) -> int:
         """See ``Engine``. Nodes are those of the allocation; 0 where no more of them can be used."""
+        self._taken = taken
         return await self._place(count, failures=0)
 
     async def _place(self, count: int, failures: int) -> int:
         async with self._placing:
             if self._steps is None or self._join is None or self._closing.is_set() or count < 1:
                 return 0
-            chosen = (await self._unless_closing(self._free_nodes(self._steps, count)) or [])[:count]
+            free = await self._unless_closing(self._free_nodes(self._steps, count + len(self._taken))) or []
+            chosen = [node for node in free if node not in self._taken][:count]
             gres = await self._gres() if chosen else {}
             groups: dict[str, list[str]] = {}
             for node in chosen:  # one step for all at first, as far as they have the same GPUs
