@@ -19,7 +19,7 @@ from closeranks.controller.inquest import Finding, Inquest
 from closeranks.controller.sessions import Session
 from closeranks.diagnose import codec
 from closeranks.diagnose.outcome import detected_note, node_lost_verdict
-from closeranks.events import Failure
+from closeranks.events import Failure, StartGeneration
 from closeranks.evidence import Evidence, EvidenceLine, Trigger, Verdict
 from closeranks.policy.cluster_state import Link, Stage, World
 
@@ -229,8 +229,8 @@ class Casebook:
         waiting, self._waiting = self._waiting, []
         for evidence, verdict, texts in waiting:
             directory = self._run_dir / "incidents" / evidence.incident_id
-            follows = self._owner.job.state.job.generation
-            if follows <= evidence.generation:
+            follows = self._following(evidence.generation)
+            if follows is None:
                 verdict = replace(verdict, action="no restart")
             problem = write_incident(
                 directory, evidence, verdict, texts.get("stacks", {}), texts.get("native", {})
@@ -243,9 +243,16 @@ class Casebook:
                 evidence,
                 verdict,
                 directory,
-                next_generation=follows if follows > evidence.generation else None,
+                next_generation=follows,
                 injected=False,
             )
+
+    def _following(self, generation: int) -> int | None:
+        """The generation that follows, be it only planned as yet; None: the job ends."""
+        job = self._owner.job.state.job
+        if isinstance(job.plan, StartGeneration):
+            return job.plan.generation
+        return job.generation if job.generation > generation else None
 
     def close(self) -> None:
         """The job is over: show what waits."""
