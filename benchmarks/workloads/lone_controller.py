@@ -20,7 +20,7 @@ from typing import Any
 
 from closeranks.agent.launch import raise_file_limit
 from closeranks.cluster_events import NodeGone
-from closeranks.config import BudgetConfig, ClusterConfig
+from closeranks.config import BudgetConfig, ClusterConfig, HangConfig
 from closeranks.controller.casebook import Casebook
 from closeranks.controller.channel import ChannelServer
 from closeranks.controller.cluster_job import ClusterJob
@@ -66,8 +66,11 @@ class ToldEngine:
 
     def start(self, join: Join) -> None: ...
 
-    async def place(self, count: int, reason: str) -> int:
+    async def place(self, count: int, reason: str, taken: frozenset[str] = frozenset()) -> int:
         return 0
+
+    def runs_here(self) -> bool:
+        return True
 
     async def release(self, node: str, reason: str) -> None: ...
 
@@ -115,7 +118,7 @@ async def main() -> None:
     engine, console = ToldEngine(), Quiet()
     casebook = Casebook(run_dir, console)
     service = ClusterService(
-        job, engine, job_id=run_dir.name, run_dir=run_dir, console=console, casebook=casebook
+        job, engine, job_id=run_dir.name, console=console, casebook=casebook, hang=HangConfig()
     )
     credentials = None
     if arguments.tls:
