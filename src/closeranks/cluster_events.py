@@ -39,7 +39,13 @@ __all__ = [
     "StoreLost",
     "StoreOpened",
     "Tick",
+    "cluster_incident_id",
 ]
+
+
+def cluster_incident_id(generation: int) -> str:
+    """One for each generation that fails: every node knows it without asking."""
+    return f"g{generation:04d}"
 
 
 # --- facts ------------------------------------------------------------------------------------------

@@ -9,12 +9,14 @@ import os
 import signal
 import socket
 import struct
+import time
 from pathlib import Path
 
 __all__ = [
     "STACK_SIGNAL",
     "become_subreaper",
     "boot_id",
+    "boottime_s",
     "die_with_parent",
     "go_first",
     "interface_of",
@@ -85,6 +87,11 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
+
+
+def boottime_s() -> float:
+    """CLOCK_BOOTTIME: unlike CLOCK_MONOTONIC it goes on while the machine is suspended, as leases do."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def interface_of(address: str) -> str | None:

@@ -25,9 +25,13 @@ from typing import Any
 
 from closeranks.errors import ProtocolError
 
-__all__ = ["MAX_NAME_CHARS", "MESSAGES", "Shape", "check", "parse"]
+__all__ = ["MAX_NAME_CHARS", "MESSAGES", "NODE_EVENTS", "Shape", "check", "parse"]
 
 MAX_NAME_CHARS = 1024
+# What agents put on record with "event"; all else in the job's journal is the controller's own.
+NODE_EVENTS = frozenset(
+    {"rank_exited", "killed", "notice", "fault_injected", "suspected", "suspicion_cleared"}
+)
 _MAX_WHOLE = 2**63 - 1
 _SIMPLE = ("bool", "int", "count", "float", "seconds", "str", "name", "object")
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from closeranks.agent.capture import Captured
-from closeranks.agent.node_incidents import MAX_EVIDENCE_BYTES, cluster_incident_id, fitted
+from closeranks.agent.node_incidents import MAX_EVIDENCE_BYTES, fitted
+from closeranks.cluster_events import cluster_incident_id
 from closeranks.config import ChannelConfig
 from closeranks.controller.casebook import Casebook
 from closeranks.diagnose import diagnose

@@ -9,24 +9,20 @@ from typing import TYPE_CHECKING, Any
 from closeranks.agent.capture import Captured
 from closeranks.agent.incidents import Incidents, now_trigger
 from closeranks.agent.world import World
+from closeranks.cluster_events import cluster_incident_id
 from closeranks.evidence import Evidence, RankEvidence, Trigger
 from closeranks.plain import to_plain
 
 if TYPE_CHECKING:
     from closeranks.agent.node_agent import NodeAgent
 
-__all__ = ["NodeIncidents", "cluster_incident_id", "fitted"]
+__all__ = ["NodeIncidents", "fitted"]
 
 MAX_EVIDENCE_BYTES = 700_000  # of a message of at most a MiB
 _MAX_TEXT_CHARS = 16_384  # of one rank's raw stacks
 _LINE_CHARS = 120
 _WHOLE_LINES = 10  # from so many lines on, tracebacks and threads are kept whole
 _RING = 24  # newest collectives of a rank that are kept where room is short
-
-
-def cluster_incident_id(generation: int) -> str:
-    """One for each generation that fails: every node knows it without asking."""
-    return f"g{generation:04d}"
 
 
 class NodeIncidents(Incidents):

@@ -25,9 +25,9 @@ from closeranks.backoff import Backoff
 from closeranks.controller.connect import Connected, ConnectOutcome, connect
 from closeranks.controller.credentials import Credentials
 from closeranks.controller.peer import Peer
-from closeranks.linux import boot_id
+from closeranks.linux import boot_id, boottime_s
 
-__all__ = ["LinkOwner", "NodeIdentity", "NodeLink", "boottime_s", "split_endpoint"]
+__all__ = ["LinkOwner", "NodeIdentity", "NodeLink", "split_endpoint"]
 
 _CONNECT_TIMEOUT_S = 2.0
 _WELCOME_S = 1.5
@@ -84,11 +84,6 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"{endpoint!r} is neither HOST:PORT nor the path of a socket")
     return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def boottime_s() -> float:
-    """CLOCK_BOOTTIME: unlike CLOCK_MONOTONIC it goes on while the machine is suspended, as leases do."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class NodeLink:

@@ -21,14 +21,11 @@ from closeranks.events import (
     RunStarted,
     StopRequested,
 )
+from closeranks.messages import NODE_EVENTS
 from closeranks.plain import to_plain
 
 __all__ = ["NodeReports"]
 
-# What goes into the job's journal of what happens on a node; the rest follows from what is reported anyway.
-_FORWARDED = frozenset(
-    {"rank_exited", "killed", "notice", "fault_injected", "suspected", "suspicion_cleared"}
-)
 _AT_ONCE = frozenset({"init_done", "first_step"})  # told by the next heartbeat, which then comes now
 
 
@@ -66,7 +63,7 @@ class NodeReports:
     def note(self, kind: str, data: Mapping[str, Any], *, generation: int | None = None) -> None:
         if kind in _AT_ONCE:
             self._beat_now()
-        elif kind in _FORWARDED:
+        elif kind in NODE_EVENTS:
             self._send({"type": "event", "kind": kind, "generation": generation, "data": to_plain(data)})
 
     def handle(self, event: Event) -> tuple[Action, ...]:

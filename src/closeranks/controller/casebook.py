@@ -13,7 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from closeranks.cluster_events import ClusterEvent, NodeFailed, NodeGone, NodeLeft, StoreLost, Tick
+from closeranks.cluster_events import (
+    ClusterEvent,
+    NodeFailed,
+    NodeGone,
+    NodeLeft,
+    StoreLost,
+    Tick,
+    cluster_incident_id,
+)
 from closeranks.controller.incident_files import write_incident
 from closeranks.controller.inquest import Finding, Inquest
 from closeranks.controller.sessions import Session
@@ -72,8 +80,8 @@ class Casebook:
 
     @staticmethod
     def incident_id(generation: int) -> str:
-        """As agents name it, too (agent.node_incidents)."""
-        return f"g{generation:04d}"
+        """As agents name it, too."""
+        return cluster_incident_id(generation)
 
     def begin(self, world: World) -> None:
         """A generation starts: nothing more can be said of the one before."""

@@ -12,16 +12,15 @@ import asyncio
 import json
 import os
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from closeranks.config import EtcdConfig
 from closeranks.controller.etcd import Etcd, KeyValue, created_at, get, put
 from closeranks.errors import EtcdError
-from closeranks.linux import boot_id
+from closeranks.linux import boot_id, boottime_s
 
-__all__ = ["Campaign", "Ended", "Leadership", "boottime_s", "job_prefix"]
+__all__ = ["Campaign", "Ended", "Leadership", "job_prefix"]
 
 _RENEWALS = 4  # in the time that a lease holds
 _RETRY_S = 0.1
@@ -32,11 +31,6 @@ _RESIGN_S = 1.0
 def job_prefix(job_id: str) -> bytes:
     """Where all of one job lies."""
     return f"/closeranks/{job_id}/".encode()
-
-
-def boottime_s() -> float:
-    """Unlike CLOCK_MONOTONIC it goes on while the machine is suspended, as leases do."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @dataclass(frozen=True, slots=True)

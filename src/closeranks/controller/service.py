@@ -58,6 +58,7 @@ from closeranks.events import (
     StopRequested,
     Tell,
 )
+from closeranks.messages import NODE_EVENTS
 from closeranks.policy.cluster_state import Link, Stage, World
 
 __all__ = ["ClusterService", "ServiceConsole"]
@@ -65,10 +66,6 @@ __all__ = ["ClusterService", "ServiceConsole"]
 _TICKS_PER_LEASE = 8
 _GOODBYE_S = 10.0  # for agents to kill their ranks and leave, at the end
 _SMALL = 256  # nodes; below that heartbeats come twice as often as the lease needs
-# What agents may put on record (agent.node_reports sends these); all else in the journal is the controller's.
-_FROM_NODES = frozenset(
-    {"rank_exited", "killed", "notice", "fault_injected", "suspected", "suspicion_cleared"}
-)
 _LAST_CALL_S = 10.0  # to finish a save that has begun elsewhere
 
 
@@ -436,7 +433,7 @@ class ClusterService:
         self.dispatch(DrainReady(session.node, generation))
 
     def _event(self, session: Session, message: Mapping[str, Any]) -> None:
-        if message["kind"] not in _FROM_NODES:  # the journal is ours, and holds what we go on from
+        if message["kind"] not in NODE_EVENTS:  # the journal is ours, and holds what we go on from
             return
         kind = f"node_{message['kind']}" if message["kind"] == "killed" else message["kind"]
         data = {**message["data"], "node": session.node}
