@@ -73,6 +73,7 @@ class FaultDelivery:
         self._faults: list[_Fault] = []
         self._timers: list[asyncio.TimerHandle] = []
         self._were_here: set[int] = set()  # ranks
+        self.is_whole = True  # all ranks of the job are on this node
         for text in specs:
             spec = parse_spec(text)
             if spec.rank is not None and spec.rank >= world_size:
@@ -187,7 +188,8 @@ class FaultDelivery:
             for fault in self._faults:
                 if page is not None and page.faults_fired >> fault.number & 1 and not fault.over:
                     self._has_fired(world.generation, fault, page.step)
-        self._drop([fault for fault in self._faults if fault.spec.generation == world.generation])
+        ours = [fault for fault in self._faults if world.rank(fault.rank) is not None]
+        self._drop([fault for fault in ours if fault.spec.generation == world.generation])
 
     def _drop(self, faults: Sequence[_Fault]) -> None:
         for fault in faults:
@@ -204,6 +206,10 @@ class FaultDelivery:
         data = {"spec": format_spec(fault.spec), "rank": fault.rank, "generation": generation, "step": step}
         self._owner.controller.note("fault_injected", data, generation=generation)
 
+    def _tells_all(self) -> bool:
+        """Where no rank ever ran; but a node of many that had none knows nothing of the others' faults."""
+        return self.is_whole and not self._were_here
+
     def _cancel(self) -> None:
         for timer in self._timers:
             timer.cancel()
@@ -212,7 +218,7 @@ class FaultDelivery:
     def close(self) -> None:
         """The job is over: stop the clocks, and say what was planned for nothing."""
         self._cancel()
-        self._drop([fault for fault in self._faults if fault.rank in self._were_here or not self._were_here])
+        self._drop([fault for fault in self._faults if fault.rank in self._were_here or self._tells_all()])
 
 
 def _waits_for(spec: FaultSpec) -> str:

@@ -73,6 +73,7 @@ class NodeAgent(Supervisor):
         self._lease_end_s = 0.0
         self._leaving = False
         super().__init__(controller=self.reports, **kwargs)
+        self.faults.is_whole = False
 
     def make_incidents(self, node: str) -> NodeIncidents:
         return NodeIncidents(self, node, self.dispatch)
